@@ -18,9 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import num_along
 from jaxshard.base.tree import is_key
-from jaxshard.base.types import Dims, Names, T, Tree, beyond
+from jaxshard.base.types import Dims, Names, T, Tree, beyond, num_along
 from jaxshard.base.types import varying as varying
 from jaxshard.collectives import blocks
 

@@ -1,4 +1,4 @@
-"""Arrays that one mesh axis cuts along several dims, in blocks (`base.parts`), inside and at the border of `shard_map`.
+"""Arrays that one mesh axis cuts along several dims, in blocks (`base.types`), inside and at the border of `shard_map`.
 
 A collective runs over the axis, on blocks that are stacked along a new first dim: one reduce-scatter, one all-gather.
 In shapes, D is a dim's size, d that of a block's, and N the number of blocks, one for each device.
@@ -14,8 +14,22 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import axes_of_parts, finer, in_parts, is_part, num_along, positions, size_of, split_axes
-from jaxshard.base.types import AnyMesh, Dims, Names, Tree, axes_in, canonical
+from jaxshard.base.types import (
+    AnyMesh,
+    Dims,
+    Names,
+    Tree,
+    axes_in,
+    axes_of_parts,
+    canonical,
+    finer,
+    in_parts,
+    is_part,
+    num_along,
+    positions,
+    size_of,
+    split_axes,
+)
 
 
 def are_blocks(dims: Dims) -> bool:
@@ -183,5 +197,5 @@ def _on_finer(
     )
     if jax.sharding.get_abstract_mesh().empty:
         return run(x)
-    with jax.sharding.use_abstract_mesh(found if not hasattr(found, "abstract_mesh") else found.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(found.abstract_mesh):
         return run(x)  # `jax.set_mesh` has set the user's mesh

@@ -12,10 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import collectives
-from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import is_key, is_traced
-from jaxshard.base.types import AnyMesh, Dims, T, Tree
-from jaxshard.collectives import blocks
+from jaxshard.base.types import AnyMesh, Dims, T, Tree, sharding_on
+from jaxshard.collectives.blocks import shard_map as shard_map
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
@@ -59,7 +58,7 @@ def _held_at(tree: T, mesh: AnyMesh, specs: Tree, tos: Tree) -> T:
         return tree
 
     def held(x: jax.Array, spec: P, to: P) -> jax.Array:
-        return x if spec == to else blocks.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)(x)
+        return x if spec == to else shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)(x)
 
     return jax.tree.map(held, tree, specs, tos)
 
@@ -232,9 +231,7 @@ def gather_all(
 
     old, old_specs = ({}, {}) if over is None else (of_moved(over), of_moved(tos))
     in_specs, out_specs = (of_moved(froms), old_specs), of_moved(tos)
-    whole = blocks.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-        of_moved(leaves), old
-    )
+    whole = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(of_moved(leaves), old)
     return [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.base.parts import is_part
-from jaxshard.base.types import REPLICA_AXIS, AnyMesh, DType, axes_of, is_whole
+from jaxshard.base.types import REPLICA_AXIS, AnyMesh, DType, axes_of, is_part, is_whole
 from jaxshard.layout import host_memory
 from jaxshard.layout.options import AXES_OPTIONS, Config, Options
 from jaxshard.system.text import nearest

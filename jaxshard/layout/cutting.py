@@ -13,9 +13,23 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import axis_of, in_axes, is_part, num_along, parts_of, size_of
 from jaxshard.base.tree import path_of
-from jaxshard.base.types import AxisSizes, Dims, Entry, Names, axes_in, canonical, itemsize_of, local_shape
+from jaxshard.base.types import (
+    AxisSizes,
+    Dims,
+    Entry,
+    Names,
+    axes_in,
+    axis_of,
+    canonical,
+    in_axes,
+    is_part,
+    itemsize_of,
+    local_shape,
+    num_along,
+    parts_of,
+    size_of,
+)
 from jaxshard.layout.options import Config
 
 

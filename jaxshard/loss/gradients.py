@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_staged, is_traced
 from jaxshard.base.types import AxisTypeError, T, Tree, axes_of, without
-from jaxshard.collectives import blocks, global_view
+from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
 from jaxshard.loss import advice, global_loss
 from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, check_global, like_rows
@@ -188,7 +188,7 @@ class LossFunction:
             batch_spec = self._without_single(P(setup.batch_axes))
             params = global_view.at(params, setup.mesh, param_specs)
             batch = global_view.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
-            return blocks.shard_map(
+            return global_view.shard_map(
                 body,
                 mesh=setup.mesh,
                 in_specs=(jax.tree.map(lambda s: without(s, auto), param_specs), batch_spec, P(), P()),

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard import collectives, platforms
-from jaxshard.base.parts import num_along
 from jaxshard.base.tree import is_key, is_like_raw_key, sum_dtype
-from jaxshard.base.types import Jaxpr, Tree, axes_of_dims, beyond
+from jaxshard.base.types import Jaxpr, Tree, axes_of_dims, beyond, num_along
 from jaxshard.loss import ordered
 from jaxshard.loss.arguments import LossOptions, folded, unmarked
 from jaxshard.loss.evaluation import Evaluation

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import is_traced, named_leaves
-from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree, Var
+from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Names, Tree, Var, sharding_on
 from jaxshard.collectives.global_view import is_explicit
 from jaxshard.layout.host_memory import HOST
 from jaxshard.optimizer.streams import Stream, spreads

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, named_leaves, owner_of
 from jaxshard.base.types import AnyMesh, Equation, T, Tree, Var, axes_in, axes_of, canonical, local_shape
-from jaxshard.collectives import blocks
-from jaxshard.collectives.global_view import is_explicit
+from jaxshard.collectives.global_view import is_explicit, shard_map
 from jaxshard.programs.components import is_big
 from jaxshard.programs.jaxprs import is_literal, makers_of, open_jaxpr, operands_of, run_equations, without_consts
 from jaxshard.programs.primitives import BROADCAST, CALLS, POINTWISE, RESHAPES, SOLVES
@@ -135,7 +134,7 @@ def own_parts(tree: T, specs: Tree, mesh: AnyMesh) -> T:
         # By shard_map: if an array has two sharding constraints, XLA applies the second to its other users, too. By one
         # for all leaves: a shard_map takes as long to trace as ten operations.
         old, new = {i: cut.old for i, cut in found.items()}, {i: cut.new for i, cut in found.items()}
-        parts = blocks.shard_map(mine, mesh=mesh, in_specs=(old,), out_specs=new)({i: leaves[i] for i in found})
+        parts = shard_map(mine, mesh=mesh, in_specs=(old,), out_specs=new)({i: leaves[i] for i in found})
         leaves = [parts.get(i, x) for i, x in enumerate(leaves)]
     return jax.tree.unflatten(treedef, leaves)
 

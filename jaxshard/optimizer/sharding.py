@@ -11,9 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import sharding_on
 from jaxshard.base.tree import by_shapes, named_leaves, shape_of, unflatten
-from jaxshard.base.types import AnyMesh, T, Tree, processes_of
+from jaxshard.base.types import AnyMesh, T, Tree, processes_of, sharding_on
 from jaxshard.layout import frozen
 from jaxshard.layout.cutting import deal_leaf
 from jaxshard.layout.host_memory import HOST

@@ -24,7 +24,7 @@ from jaxshard.base.tree import (
     structure,
 )
 from jaxshard.base.types import Params, State, T, Tree, axes_of
-from jaxshard.collectives import blocks, global_view
+from jaxshard.collectives import global_view
 from jaxshard.layout.frozen import trained as without_frozen
 from jaxshard.layout.host_memory import HOST
 from jaxshard.layout.layout import Layout, warn_if_awkward
@@ -125,7 +125,7 @@ def synchronize(setup: Setup, tree: T) -> T:
         ]
         return tuple(collectives.first_copy(x, axes) for x, axes in zip(here, copied, strict=True))
 
-    same = blocks.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    same = global_view.shard_map(body, mesh=setup.mesh, in_specs=specs, out_specs=specs, check_vma=False)
     out_shardings = tuple(leaf.sharding for leaf in leaves)
     return jax.tree.unflatten(treedef, jax.jit(same, out_shardings=out_shardings)(*leaves))
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.types import AnyMesh, Equation, Jaxpr, Tree, Var, axes_of, local_shape
-from jaxshard.collectives import blocks
+from jaxshard.collectives.global_view import shard_map
 from jaxshard.programs.components import Piece, is_big
 from jaxshard.programs.jaxprs import open_jaxpr
 from jaxshard.programs.primitives import BROADCAST
@@ -61,7 +61,7 @@ class Stream:
         of_counts = P(tuple(axis for axis in self.mesh.axis_names if axis in axes))  # one count per device
 
         def run(values: list[Tree]) -> Sequence[Tree]:
-            body = blocks.shard_map(
+            body = shard_map(
                 loop.run,
                 mesh=self.mesh,
                 in_specs=(specs, [self.spec] * len(kept)),

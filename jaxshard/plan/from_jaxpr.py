@@ -13,8 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.parts import axes_of_parts, axis_of, in_axes, size_of
-from jaxshard.base.types import AxisSizes, DType, Equation, Jaxpr, Var, axes_in
+from jaxshard.base.types import (
+    AxisSizes,
+    DType,
+    Equation,
+    Jaxpr,
+    Var,
+    axes_in,
+    axes_of_parts,
+    axis_of,
+    in_axes,
+    size_of,
+)
 from jaxshard.plan.fusion import scatter_sums
 from jaxshard.plan.program import Block, Moved, OnHost, Op, Value, followed, pruned
 from jaxshard.programs.jaxprs import inner_jaxpr, is_literal, open_jaxpr, scan_split

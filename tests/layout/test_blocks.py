@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import aot
-from jaxshard.base.parts import in_axes, num_along, parts_of
-from jaxshard.base.types import local_shape
+from jaxshard.base.types import in_axes, local_shape, num_along, parts_of
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.options import Config
@@ -215,7 +214,11 @@ def collectives(opt, params, batch):
     step = jaxshard.train_step(loss_fn, opt)
     placed = opt.place(params)
     text = step.lower(placed, opt.init(placed), jaxshard.shard_batch(batch, opt)).compile().as_text()
-    kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+    sums = re.findall(r"= (.*) all-reduce\(", text)
+    assert all(re.fullmatch(r"\(?(f32\[\](, |)|/\*index=\d+\*/)+\)?", shapes) for shapes in sums), (
+        sums
+    )  # norms: scalars
+    kinds = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
 
 
@@ -226,9 +229,8 @@ def test_no_further_collective(strategy):
     even = jax.tree.map(lambda x: np.zeros([n if n == 3 else 32 for n in x.shape]), params)
     rows = {"x": np.zeros((32, 32)), "y": np.zeros((32, 32)), "ids": batch["ids"]}
     tx = OPTIMIZERS["clip_adamw"]()
-    assert collectives(in_blocks(strategy, tx, 8), params, batch) == collectives(
-        getattr(jaxshard, strategy)(tx, mesh_of(8), min_shard_size=0), even, rows
-    )
+    whole = getattr(jaxshard, strategy)(tx, mesh_of(8), min_shard_size=0)
+    assert collectives(in_blocks(strategy, tx, 8), params, batch) == collectives(whole, even, rows)
 
 
 def stacked_loss(params, batch):

@@ -7,10 +7,8 @@ import jax
 from jax import lax
 
 from jaxshard import collectives
-from jaxshard.base.parts import num_along
 from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
-from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims
-from jaxshard.collectives import blocks
+from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims, num_along, split_axes
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import layout_state
 from jaxshard.optimizer.inner.update import fast, with_fast
@@ -94,7 +92,7 @@ def check_boundary(setup: Setup) -> None:
 
 def _check_no_blocks(setup: Setup, leaves: Sequence[Leaf]) -> None:
     """Raises a ValueError if a leaf is cut by parts of axes."""
-    if leaf := next((leaf for leaf in leaves if blocks.are_blocks(leaf.dims)), None):
+    if leaf := next((leaf for leaf in leaves if split_axes(leaf.cut)), None):
         raise ValueError(
             f'{setup.config.strategy}: uneven="blocks" cuts {leaf.path} by parts of axes, which your shard_map lacks: '
             f"{OUTSIDE}, or leave uneven= out"

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.parts import is_part
 from jaxshard.base.tree import is_traced, named_leaves
-from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var, axes_in, axes_of, canonical, local_shape
-from jaxshard.collectives import blocks, global_view
+from jaxshard.base.types import AnyMesh, AxisSizes, Jaxpr, Tree, Var, axes_in, axes_of, canonical, is_part, local_shape
+from jaxshard.collectives import global_view
 from jaxshard.optimizer.inner.update import fast, first_state, update, update_of, with_fast
 from jaxshard.optimizer.owners.layers import OneLayer, one_layer
 from jaxshard.optimizer.owners.matrix_units import Unit, units
@@ -241,7 +240,9 @@ def _deal(members: Sequence[_Member], dealing: Dealing) -> Piece:
         specs = [[*member.unit.specs] for member in members]
         out_specs = [[*member.unit.out_specs] for member in members]
         mesh = jax.sharding.get_abstract_mesh() if global_view.is_explicit(dealing.mesh) else dealing.mesh
-        run_rounds = blocks.shard_map(rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+        run_rounds = global_view.shard_map(
+            rounds.run, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
+        )
         return [x for outs in run_rounds(operands) for x in outs]
 
     ins = tuple(v for one in members for v in one.unit.ins)

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxshard.base.parts import in_parts, num_along, size_of, split_axes
-from jaxshard.base.types import AxisSizes, axes_in
+from jaxshard.base.types import AxisSizes, axes_in, in_parts, num_along, size_of, split_axes
 from jaxshard.optimizer.owners.jobs import (
     Buffers,
     Job,

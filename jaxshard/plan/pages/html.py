@@ -9,8 +9,7 @@ import jinja2
 from jax.sharding import PartitionSpec as P
 from markupsafe import Markup
 
-from jaxshard.base.parts import num_along
-from jaxshard.base.types import axes_in
+from jaxshard.base.types import axes_in, num_along
 from jaxshard.plan.pages import drawing
 from jaxshard.plan.pages.drawing import (
     axes_sent_along,
