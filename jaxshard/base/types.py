@@ -124,8 +124,8 @@ def varying(x: Tree) -> frozenset[str]:
 #
 # The devices along an axis form a grid with one dim for each prime factor of their number: the axis's parts, outermost
 # first. "data" of 12 devices has the parts "data:2.0", "data:2.1" and "data:3.2" (the prime, then the place). Some
-# parts cut one dim of an array, the others another; all parts of an axis cut the same array. Such an array lies on the finer
-# mesh that has these parts as its axes; losses know only the axes of the user's mesh.
+# parts cut one dim of an array, the others another; all parts of an axis cut the same array. Such an array lies on
+# the finer mesh that has these parts as its axes; losses know only the axes of the user's mesh.
 
 _PART = re.compile(r"(.+):(\d+)\.\d+")
 
