@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,7 +65,14 @@ def is_whole(value: object, least: int) -> bool:
 
 def itemsize_of(dtype: np.dtype) -> int:
     """Bytes of one element; NumPy does not know the dtype of PRNG keys."""
-    return dtype.itemsize if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return dtype.itemsize if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+
+
+def like(wanted: DType | None, dtype: DType) -> DType:
+    """`wanted`, or `dtype` itself if that is None; complex if `dtype` is."""
+    if wanted is None:
+        return dtype
+    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
 # Mesh axes.
@@ -182,8 +190,10 @@ def num_along(names: Iterable[str], sizes: AxisSizes) -> int:
 
 def split_axes(spec: P) -> frozenset[str]:
     """The axes whose parts a PartitionSpec names."""
-    entries = [entry for entry in spec if isinstance(entry, str | tuple)]  # else None, or unconstrained
-    return frozenset(axis_of(name) for entry in entries for name in axes_in(entry) if is_part(name))
+    entries = cast(Iterable[Any], filter(None, spec))
+    return frozenset(
+        axis_of(name) for entry in entries if entry is not P.UNCONSTRAINED for name in axes_in(entry) if is_part(name)
+    )
 
 
 def in_axes(names: Sequence[str], sizes: AxisSizes) -> tuple[str, ...]:
@@ -222,20 +232,6 @@ def sharding_on(mesh: AnyMesh, spec: P, memory_kind: str | None = None) -> Named
     on = finer(mesh, split_axes(spec))
     found = NamedSharding(on, spec)  # pyright: ignore[reportArgumentType]
     return found if memory_kind is None else found.with_memory_kind(memory_kind)
-
-
-def positions(names: Iterable[str], coordinates: Mapping[str, jax.Array], sizes: AxisSizes) -> jax.Array | int:
-    """This device's index along axes and parts, taken together, from its index along each axis."""
-    index: jax.Array | int = 0
-    for name in names:
-        axis = axis_of(name)
-        here = coordinates[axis]
-        if is_part(name):
-            parts = parts_of(axis, sizes[axis])
-            stride = num_along(parts[parts.index(name) + 1 :], sizes)
-            here = here // stride % size_of(name, sizes)
-        index = index * size_of(name, sizes) + here
-    return index
 
 
 # Traced programs: the attributes that we read, without importing `jax.extend.core` (70 ms).

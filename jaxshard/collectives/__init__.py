@@ -26,9 +26,10 @@ from jaxshard.collectives import blocks
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
     """(D/N, ...) on each device -> (D, ...) on all; `invarying` makes its type replicated, to leave a shard_map."""
-    how = {"to": "invarying"} if invarying else {}
     if blocks.are_blocks(dims):
-        return blocks.gathered(x, dims, **how)
+        grid = blocks.Grid(dims, x.ndim)
+        return grid.assembled(gather(x[None], grid.stacked, invarying=invarying))
+    how = {"to": "invarying"} if invarying else {}
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -41,7 +42,8 @@ def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:
 def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
     """A different (D, ...) on each device -> (D/N, ...), this device's shard of the sum over the data axes."""
     if blocks.are_blocks(dims):
-        return blocks.scattered_sum(x, dims)
+        grid = blocks.Grid(dims, x.ndim)
+        return _scattered(grid.split(x), grid.stacked)
     for dim, axes in dims:
 
         def along(x: jax.Array, axes: Sequence[str], dim: int = dim) -> jax.Array:
@@ -49,6 +51,15 @@ def scatter_sum(x: jax.Array, dims: Dims) -> jax.Array:
 
         x = _axis_by_axis(along, x, axes, axes)
     return x
+
+
+def _scattered(stack: jax.Array, dims: Dims) -> jax.Array:
+    """A different (N, d, ...) on each device -> (d, ...), its block of the sum."""
+    if not platforms.here().scatters_tiles:
+        return scatter_sum(stack, dims)[0]
+    (_, axes), *_ = dims
+    rows = scatter_sum(blocks.in_tiles(stack), ((-2, axes),))
+    return blocks.out_of_tiles(rows, stack.shape[1:])
 
 
 def _scatter_along(x: jax.Array, axes: Names, dim: int) -> jax.Array:
@@ -94,7 +105,7 @@ def of_first_device(keys: jax.Array, axes: Sequence[str]) -> jax.Array:
 def own_part(x: jax.Array, dims: Dims, sizes: Mapping[str, int]) -> jax.Array:
     """(D, ...) -> (D/N, ...), this device's shard, without communication."""
     if blocks.are_blocks(dims):
-        return blocks.own(x, dims)
+        return blocks.Grid(dims, x.ndim).own(x)
     for dim, axes in dims:
         part = x.shape[dim] // num_along(axes, sizes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * part, part, axis=x.ndim + dim)

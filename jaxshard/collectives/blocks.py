@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard import platforms
 from jaxshard.base.types import (
     AnyMesh,
     Dims,
@@ -25,8 +24,6 @@ from jaxshard.base.types import (
     finer,
     in_parts,
     is_part,
-    num_along,
-    positions,
     size_of,
     split_axes,
 )
@@ -37,85 +34,68 @@ def are_blocks(dims: Dims) -> bool:
     return any(is_part(name) for _, names in dims for name in names)
 
 
-class _Grid:
+class Grid:
     """The blocks of an array that has `ndim` dims, cut by `dims`, inside a shard_map."""
 
     def __init__(self, dims: Dims, ndim: int):
         names = [name for _, each in dims for name in each]
         self.axes: Names = axes_of_parts(names)
-        self.sizes = {axis: lax.axis_size(axis) for axis in self.axes}
-        self.parts = in_parts(self.axes, axes_of_parts(filter(is_part, names)), self.sizes)
-        assert sorted(names) == sorted(self.parts), dims
-        self.counts = [size_of(part, self.sizes) for part in self.parts]
+        self.stacked: Dims = ((-ndim - 1, self.axes),)  # how the axes cut an array (N, d, ...)
+        self._sizes = {axis: lax.axis_size(axis) for axis in self.axes}
+        self._parts = in_parts(self.axes, axes_of_parts(filter(is_part, names)), self._sizes)
+        assert sorted(names) == sorted(self._parts), dims
+        self._counts = [size_of(part, self._sizes) for part in self._parts]
         by_dim = dict(dims)
-        self.of_dims = [[self.parts.index(name) for name in by_dim.get(dim - ndim, ())] for dim in range(ndim)]
+        self._of_dims = [[self._parts.index(name) for name in by_dim.get(dim - ndim, ())] for dim in range(ndim)]
 
     def assembled(self, blocks: jax.Array) -> jax.Array:
         """(N, d, ...) -> (D, ...)."""
-        num, shape = len(self.parts), blocks.shape[1:]
-        order = [place for dim, parts in enumerate(self.of_dims) for place in (*parts, num + dim)]
-        whole = [size * self._count(parts) for size, parts in zip(shape, self.of_dims, strict=True)]
-        return blocks.reshape(*self.counts, *shape).transpose(order).reshape(whole)
+        num, shape = len(self._parts), blocks.shape[1:]
+        order = [place for dim, parts in enumerate(self._of_dims) for place in (*parts, num + dim)]
+        whole = [size * self._count(parts) for size, parts in zip(shape, self._of_dims, strict=True)]
+        return blocks.reshape(*self._counts, *shape).transpose(order).reshape(whole)
 
     def split(self, x: jax.Array) -> jax.Array:
         """(D, ...) -> (N, d, ...)."""
         shape, places, rest = list[int](), dict[int, int](), list[int]()
-        for size, parts in zip(x.shape, self.of_dims, strict=True):
+        for size, parts in zip(x.shape, self._of_dims, strict=True):
             for part in parts:
                 places[part] = len(shape)
-                shape.append(self.counts[part])
+                shape.append(self._counts[part])
             rest.append(len(shape))
             shape.append(size // self._count(parts))
-        x = x.reshape(shape).transpose([*(places[i] for i in range(len(self.parts))), *rest])
-        return x.reshape(-1, *x.shape[len(self.parts) :])
+        x = x.reshape(shape).transpose([*(places[i] for i in range(len(self._parts))), *rest])
+        return x.reshape(-1, *x.shape[len(self._parts) :])
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """(D, ...) -> (d, ...), this device's block, without communication."""
+        left, here = lax.axis_index(self.axes), list[jax.Array]()
+        for count in reversed(self._counts):
+            here.insert(0, left % count)
+            left = left // count
+        for dim, parts in enumerate(self._of_dims):
+            size, index = x.shape[dim] // self._count(parts), 0
+            for part in parts:
+                index = index * self._counts[part] + here[part]
+            x = lax.dynamic_slice_in_dim(x, index * size, size, axis=dim) if parts else x
+        return x
 
     def _count(self, parts: Sequence[int]) -> int:
-        return math.prod(self.counts[part] for part in parts)
-
-
-def gathered(x: jax.Array, dims: Dims, **how: Any) -> jax.Array:
-    """(d, ...) on each device -> (D, ...) on all; `how` are arguments of `jax.lax.all_gather`."""
-    grid = _Grid(dims, x.ndim)
-    shape = x.shape
-    for axes in [(axis,) for axis in reversed(grid.axes)] if platforms.here().axis_by_axis else [grid.axes]:
-        x = lax.all_gather(x, axes, axis=0, tiled=False, **how)
-    return grid.assembled(x.reshape(-1, *shape))
-
-
-def scattered_sum(x: jax.Array, dims: Dims) -> jax.Array:
-    """A different (D, ...) on each device -> (d, ...), this device's block of the sum over all."""
-    grid = _Grid(dims, x.ndim)
-    blocks = grid.split(x)
-    if platforms.here().scatters_tiles:
-        return _scattered_in_tiles(blocks, grid.axes)
-    if not platforms.here().axis_by_axis or len(grid.axes) == 1:
-        return lax.psum_scatter(blocks, grid.axes, scatter_dimension=0, tiled=False)
-    blocks = blocks.reshape(*(grid.sizes[axis] for axis in grid.axes), *blocks.shape[1:])
-    for axis in grid.axes:
-        blocks = lax.psum_scatter(blocks, (axis,), scatter_dimension=0, tiled=False)
-    return blocks
+        return math.prod(self._counts[part] for part in parts)
 
 
 _TILE = (8, 128)
 
 
-def _scattered_in_tiles(blocks: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """A different (N, d, ...) on each device -> (d, ...), its block of the sum, sent as rows of whole tiles."""
-    shape, size = blocks.shape[1:], math.prod(blocks.shape[1:])
-    rows = jnp.pad(blocks.reshape(-1, size), ((0, 0), (0, -size % math.prod(_TILE)))).reshape(-1, _TILE[1])
-    for axis in axes:
-        rows = lax.psum_scatter(rows, (axis,), scatter_dimension=0, tiled=True)
-    return rows.reshape(-1)[:size].reshape(shape)
+def in_tiles(blocks: jax.Array) -> jax.Array:
+    """(N, d, ...) -> (rows, 128): the blocks one after the other, each filled up to whole tiles."""
+    size = math.prod(blocks.shape[1:])
+    return jnp.pad(blocks.reshape(-1, size), ((0, 0), (0, -size % math.prod(_TILE)))).reshape(-1, _TILE[1])
 
 
-def own(x: jax.Array, dims: Dims) -> jax.Array:
-    """(D, ...) -> (d, ...), this device's block, without communication."""
-    axes = axes_of_parts(name for _, names in dims for name in names)
-    sizes, here = {axis: lax.axis_size(axis) for axis in axes}, {axis: lax.axis_index(axis) for axis in axes}
-    for dim, names in dims:
-        size = x.shape[dim] // num_along(names, sizes)
-        x = lax.dynamic_slice_in_dim(x, positions(names, here, sizes) * size, size, axis=x.ndim + dim)
-    return x
+def out_of_tiles(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """(rows, 128) of one block -> the block, of this shape."""
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 # The border of a shard_map over the user's mesh.

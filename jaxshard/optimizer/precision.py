@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxshard.base.tree import named_leaves, path_of
-from jaxshard.base.types import DType, Names, Tree
+from jaxshard.base.types import DType, Names, Tree, like
 from jaxshard.layout.options import Config
 from jaxshard.optimizer import eight_bits
 from jaxshard.optimizer.inner.update import Update, fast, first_state, update
 from jaxshard.optimizer.moments import stored_dtypes
-from jaxshard.optimizer.rounding import Rounder, like
+from jaxshard.optimizer.rounding import Rounder
 from jaxshard.system.users_lines import warn
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.base.types import DType
+from jaxshard.base.types import DType, like
 
 
 class Rounder:
@@ -43,10 +43,3 @@ def difference(new: jax.Array, old: jax.Array, wide_dtype: DType) -> jax.Array:
     """
     wide = like(jnp.promote_types(wide_dtype, jnp.float32), new.dtype)
     return new.astype(wide) - old.astype(wide)
-
-
-def like(wanted: DType | None, dtype: DType) -> DType:
-    """`wanted`, or `dtype` itself if that is None; complex if `dtype` is."""
-    if wanted is None:
-        return dtype
-    return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(dtype, jnp.complexfloating) else wanted

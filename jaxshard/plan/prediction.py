@@ -17,13 +17,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import shape_of
-from jaxshard.base.types import Jaxpr, Tree, local_shape
+from jaxshard.base.types import Jaxpr, Tree, like, local_shape
 from jaxshard.hardware.chips import Chip
 from jaxshard.layout.layout import Layout
 from jaxshard.loss.gradients import LossFunction
 from jaxshard.loss.loss_report import Price
 from jaxshard.mesh import platform_of, torus_dims, with_auto_axes
-from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.plan import from_jaxpr, program, xla_gpu, xla_tpu
 from jaxshard.plan.choices import Candidate, Target

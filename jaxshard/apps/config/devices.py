@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 import jaxshard
-from jaxshard import aot
 from jaxshard.apps.config.config import Config, ShardingConfig
 
 _SIMULATED_DEVICES = 8
@@ -77,11 +76,11 @@ def _join_processes(heartbeat_seconds: int) -> None:
             raise
 
 
-def devices_of(machine: aot.Machine) -> list[Any]:
+def devices_of(machine: jaxshard.aot.Machine) -> list[Any]:
     """The devices to compile for; simulates CPU devices, if JAX has not started."""
     if machine.chip.platform == "cpu":
         if machine.num_devices > MOST_SIMULATED:
             raise ValueError(f"--compile {machine.name}: at most {MOST_SIMULATED} CPU devices can be simulated")
         with contextlib.suppress(RuntimeError):  # JAX has started, and its devices are fixed
             jax.config.update("jax_num_cpu_devices", machine.num_devices)
-    return aot.devices(machine)
+    return jaxshard.aot.devices(machine)

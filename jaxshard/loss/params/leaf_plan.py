@@ -13,12 +13,11 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxshard import platforms
-from jaxshard.base.types import Dims, DType, Equation, Jaxpr, Names, OpenJaxpr, Var, axes_in, axes_of
+from jaxshard.base.types import Dims, DType, Equation, Jaxpr, Names, OpenJaxpr, Var, axes_in, axes_of, like
 from jaxshard.layout.cutting import Leaf
 from jaxshard.loss.arguments import LossOptions, PartsError
 from jaxshard.loss.params import uses
 from jaxshard.loss.params.unshard import MARK, deferred, lookup_dims
-from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.programs.jaxprs import axes_named, inner_jaxpr, open_jaxpr, scan_split, subprograms
 from jaxshard.programs.primitives import CASTS, CONVERT, INLINED, MOVES, POINTWISE, REMAT, SCAN, WHOLE

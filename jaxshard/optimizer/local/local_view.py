@@ -8,13 +8,12 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
-from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims, num_along, split_axes
+from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims, like, num_along, split_axes
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import layout_state
 from jaxshard.optimizer.inner.update import fast, with_fast
 from jaxshard.optimizer.local import blame, elementwise
 from jaxshard.optimizer.local.labels import SAME, Label, Mixed, Shard
-from jaxshard.optimizer.rounding import like
 from jaxshard.optimizer.sharding import Setup
 from jaxshard.optimizer.state import fits, nearest, refuse
 from jaxshard.optimizer.update import Extra, as_updates, shard_step
