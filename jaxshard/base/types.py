@@ -196,6 +196,11 @@ def split_axes(spec: P) -> frozenset[str]:
     )
 
 
+def over_axes(spec: P) -> P:
+    """The PartitionSpec without the axes whose parts it names."""
+    return without(spec, tuple(split)) if (split := split_axes(spec)) else spec
+
+
 def in_axes(names: Sequence[str], sizes: AxisSizes) -> tuple[str, ...]:
     """The same names, with an axis in place of all of its parts, where these stand in order."""
     found, rest = list[str](), list(names)

@@ -37,6 +37,8 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
         options["frozen"] = (options["frozen"],)
     if "state_memory" in options:
         options["state_memory"] = host_memory.checked(strategy, options["state_memory"], mesh)
+    if options.get("uneven") is None:
+        options["uneven"] = "blocks" if _has_blocks(mesh) else "whole"
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)
@@ -162,6 +164,11 @@ def _check_model_axes(mesh: AnyMesh, config: Config) -> None:
         )
 
 
+def _has_blocks(mesh: AnyMesh) -> bool:
+    """Whether parts of the mesh's axes can cut arrays: under Explicit axes, types name the axes of one mesh alone."""
+    return AxisType.Explicit not in mesh.axis_types and not any(map(is_part, mesh.axis_names))
+
+
 def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
     if AxisType.Manual in mesh.axis_types:
         manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
@@ -169,13 +176,11 @@ def _check_mesh_types(mesh: AnyMesh, config: Config) -> None:
             f"{config.strategy}: the mesh's axes {manual} are Manual, as inside a shard_map; give the original mesh, "
             "with Auto or Explicit axes (jaxshard.make_mesh)"
         )
-    if config.uneven == "blocks" and AxisType.Explicit in mesh.axis_types:
+    if config.uneven == "blocks" and not _has_blocks(mesh):
         raise ValueError(
-            f'{config.strategy}: uneven="blocks" needs a mesh of Auto axes; jaxshard.make_mesh makes one '
-            "(jax.make_mesh with axis_types=)"
+            f'{config.strategy}: uneven="blocks" needs a mesh of Auto axes (jaxshard.make_mesh makes one), whose '
+            f"names are no parts of axes; this mesh has {mesh}"
         )
-    if config.uneven == "blocks" and (parts := [axis for axis in mesh.axis_names if is_part(axis)]):
-        raise ValueError(f'{config.strategy}: uneven="blocks" cannot tell the mesh axes {parts} from parts of axes')
     kinds = {str(kind) for kind in mesh.axis_types}
     if len(kinds) > 1:
         raise ValueError(

@@ -1,10 +1,8 @@
 """Decides how the batch axes shard one leaf, only from its shape, its dtype and the mesh's axis sizes."""
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,23 +20,16 @@ from jaxshard.base.types import (
     axes_in,
     axis_of,
     canonical,
-    in_axes,
     is_part,
     itemsize_of,
     local_shape,
     num_along,
-    parts_of,
+    over_axes,
     size_of,
+    split_axes,
 )
+from jaxshard.layout.best_cut import CutOrder, best_blocks, best_cut, ways
 from jaxshard.layout.options import Config
-
-
-class CutOrder(NamedTuple):
-    """How a platform ranks the dims of an array, as `Platform.rank_of_cut` and `tile` say."""
-
-    rank: Callable[[int, tuple[int, ...], int, int | None, bool], int]
-    tile: int | None
-    params_cut: bool
 
 
 class Place(NamedTuple):
@@ -77,6 +68,15 @@ class Leaf:
     def path(self) -> str:
         """Its names, joined by slashes."""
         return path_of(self.names)
+
+    def over_axes(self) -> "Leaf":
+        """The same leaf, cut by whole axes alone."""
+        if not (split := split_axes(self.cut)):
+            return self
+        dims = tuple(
+            (dim, rest) for dim, names in self.dims if (rest := tuple(n for n in names if axis_of(n) not in split))
+        )
+        return dataclasses.replace(self, cut=over_axes(self.cut), dims=dims)
 
     def bytes(self, spec: P, sizes: AxisSizes) -> int:
         """Bytes of one device's shard under `spec`."""
@@ -118,7 +118,7 @@ def cut_leaf(
             shape, _free_dims(shape, spec), found, sizes, more, order, in_blocks=config.uneven == "blocks"
         )
         places.append(_described(whole, found))
-    (cut, dims), num_parts = places[-1], _ways(found, sizes)
+    (cut, dims), num_parts = places[-1], ways(found, sizes)
     if num_parts == 1:
         why = f"no free dim of {shape} is divisible by {' or '.join(str(n) for n in levels[-1].values())}"
         why += _in_factors(shape, _free_dims(shape, spec), [*levels[-1].values()])
@@ -150,9 +150,9 @@ def _cut_further(
     if not more:
         return found
     parts = tuple(size // num_along(found.get(dim, ()), sizes) for dim, size in enumerate(shape))
-    best, num_parts = _best_cut(parts, free, tuple(more.items()), order)
+    best, num_parts = best_cut(parts, free, tuple(more.items()), order)
     if in_blocks and num_parts < math.prod(more.values()):
-        best = _best_blocks(parts, free, tuple(more.items()), order) or best
+        best = best_blocks(parts, free, tuple(more.items()), order) or best
     return {dim: (*found.get(dim, ()), *best.get(dim, ())) for dim in found.keys() | best.keys()}
 
 
@@ -181,7 +181,7 @@ def cut_beside(leaf: Leaf, other: Leaf, sizes: AxisSizes) -> Leaf:
     if any(was is not None and now is None for was, now in zip(entries, kept, strict=True)):
         kept = [_without_parts(entry) for entry in kept]  # all parts of an axis cut an array, or none
     dims = {dim: axes for dim, axes in leaf.home_dims or leaf.dims if kept[dim + len(leaf.shape)] is not None}
-    num_parts = _ways(dims, sizes)
+    num_parts = ways(dims, sizes)
     where = in_words(tuple(dims.items()), len(leaf.shape)) or "whole"
     return dataclasses.replace(other, cut=canonical(kept), dims=tuple(dims.items()), ways=num_parts, reason=where)
 
@@ -206,7 +206,7 @@ def deal_leaf(leaf: Leaf, batch_dims: tuple[int, ...] | None, sizes: AxisSizes, 
     data_sizes = {axis: sizes[axis] for axis in config.cut_axes.state if sizes[axis] > 1 and axis not in taken}
     free = tuple(dim for dim in _free_dims(leaf.shape, leaf.spec) if dim in batch_dims)
     order = _order(leaf.dtype, config, platform)
-    best, num_parts = _best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
+    best, num_parts = best_cut(leaf.shape, free, tuple(data_sizes.items()), order)
     if num_parts < math.prod(data_sizes.values()):
         return dataclasses.replace(leaf, at_home="its matrices are updated on owner devices")
     home, home_dims = _described(leaf, best)
@@ -246,47 +246,6 @@ def _gradient_itemsize(dtype: np.dtype, config: Config) -> int:
     return np.dtype(narrow if config.reduce_dtype is None else config.reduce_dtype).itemsize
 
 
-@functools.lru_cache(maxsize=4096)
-def _best_cut(
-    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], order: CutOrder
-) -> tuple[dict[int, Names], int]:
-    """The best cut that the free dims allow: (dim -> data axes that cut it, number of parts)."""
-    data_sizes = dict(data_axes)
-    assignments = itertools.product([None, *free], repeat=len(data_sizes))
-    candidates = [dims for a in assignments if (dims := _assign(a, shape, data_sizes)) is not None]
-    best = min(candidates, key=lambda dims: _badness(dims, shape, data_sizes, order))
-    return best, _ways(best, data_sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _best_blocks(
-    shape: tuple[int, ...], free: tuple[int, ...], data_axes: tuple[tuple[str, int], ...], order: CutOrder
-) -> dict[int, Names] | None:
-    """The best cut over all of these axes by their parts, each along one dim: dim -> parts; None if there is none."""
-    data_sizes = dict(data_axes)
-    alike: dict[tuple[str, int], list[str]] = {}
-    for axis, size in data_axes:
-        for part in parts_of(axis, size):
-            alike.setdefault((axis, size_of(part, data_sizes)), []).append(part)
-    found = list[dict[int, Names]]()
-    for dealt in itertools.product(
-        *(itertools.combinations_with_replacement(free, len(some)) for some in alike.values())
-    ):
-        dims: dict[int, Names] = {}
-        for some, places in zip(alike.values(), dealt, strict=True):
-            for part, dim in zip(some, places, strict=True):
-                dims[dim] = (*dims.get(dim, ()), part)
-        dims = {dim: in_axes(names, data_sizes) for dim, names in dims.items()}
-        if all(shape[dim] % num_along(names, data_sizes) == 0 for dim, names in dims.items()):
-            found.append(dims)
-    return min(found, key=lambda dims: _badness(dims, shape, data_sizes, order), default=None)
-
-
-def _ways(dims: dict[int, Names], sizes: AxisSizes) -> int:
-    """The number of shards."""
-    return math.prod(num_along(names, sizes) for names in dims.values())
-
-
 def _described(leaf: Leaf, dims: dict[int, Names]) -> Place:
     """A leaf's place, cut along `dims`."""
     ndim = len(leaf.shape)
@@ -307,30 +266,6 @@ def _named(names: Names) -> str:
     for name in names:
         counts[axis_of(name)] = counts.get(axis_of(name), 1) * (size_of(name, {}) if is_part(name) else 1)
     return "x".join(f"{count} of {axis}" if count > 1 else axis for axis, count in counts.items())
-
-
-def _assign(
-    assignment: tuple[int | None, ...], shape: tuple[int, ...], data_sizes: AxisSizes
-) -> dict[int, Names] | None:
-    """dim -> data axes that cut it; None if a dim does not divide."""
-    dims: dict[int, Names] = {}
-    for axis, dim in zip(data_sizes, assignment, strict=True):
-        if dim is not None:
-            dims[dim] = (*dims.get(dim, ()), axis)
-    divides = all(shape[dim] % num_along(axes, data_sizes) == 0 for dim, axes in dims.items())
-    return dims if divides else None
-
-
-def _badness(
-    dims: dict[int, Names], shape: tuple[int, ...], data_sizes: AxisSizes, order: CutOrder
-) -> tuple[int | list[int], ...]:
-    """Ranks a cut, smaller is better: more parts first, then what the platform's compiler prefers, then fewer dims."""
-    num_parts = _ways(dims, data_sizes)
-    ranks = []
-    for dim, axes in dims.items():
-        shard = shape[dim] // num_along(axes, data_sizes)
-        ranks.append(order.rank(dim, shape, shard, order.tile, order.params_cut))
-    return (-num_parts, max(ranks, default=0), sum(ranks), len(dims), sorted(dims, reverse=True))
 
 
 def _too_small(size: int, least: int) -> str:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import named_leaves, owner_of, parent_of, path_of, structure, unflatten
-from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical
+from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical, over_axes
 from jaxshard.layout import frozen, host_memory
 from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.layout.layout_table import grouped, of_rounding, table
@@ -29,7 +29,7 @@ _SCALES = ("extra", "scale")  # the path in a `ShardedState` of the scales of 8-
 
 
 def _spec_of(sharding: NamedSharding) -> P:
-    return sharding.spec
+    return over_axes(sharding.spec)
 
 
 class Shardings(NamedTuple):
@@ -41,7 +41,7 @@ class Shardings(NamedTuple):
 
     @property
     def specs(self) -> "Shardings":
-        """The same trees of PartitionSpecs."""
+        """The same trees of PartitionSpecs, over the mesh's axes alone: arrays cut in blocks count as whole."""
         return Shardings(*jax.tree.map(_spec_of, tuple(self)))
 
 
@@ -129,6 +129,11 @@ class Layout:
         if kind == "params" and leaf.params.dims and leaf.params.dims != leaf.dims:
             return in_words(leaf.params.dims, len(leaf.shape))
         return leaf.reason
+
+    def over_axes(self) -> "Layout":
+        """The same in a user's own shard_map, whose mesh has no parts of axes: leaves cut in blocks are whole."""
+        params, state = (tuple(leaf.over_axes() for leaf in leaves) for leaves in (self.params, self.state))
+        return dataclasses.replace(self, params=params, state=state)
 
     @property
     def undivided(self) -> str:

@@ -85,10 +85,10 @@ class CommonOptions(TypedDict, total=False):
     min_shard_size: int
     """Leaves of fewer elements stay replicated; 2048 by default."""
 
-    uneven: Literal["whole", "blocks"]
-    """How a leaf lies that the devices divide along no dim: "whole", the default, on every device, whole; "blocks", cut
-    along two dims or more: of 8 devices, 2 cut the first dim, 4 the second, where that divides. Its `NamedSharding` is
-    then on a mesh of the same devices with more axes."""
+    uneven: Literal["blocks", "whole"] | None
+    """How a leaf lies that N devices divide along no single dim. "blocks", the default: cut along two dims or more (of
+    8 devices, 2 cut the first dim and 4 the second) where these divide; its `NamedSharding` is then on a mesh of the
+    same devices with more axes. "whole", the default on a mesh of Explicit axes: by whole axes alone, else not cut."""
 
     reduce_dtype: Float | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32
@@ -135,7 +135,7 @@ class Options(CommonOptions, total=False):
       which then keeps none; or once per step.
     * frozen: params that are not trained, by rules or a tree of bools.
     * min_shard_size: leaves of fewer elements stay replicated; 2048.
-    * uneven: "blocks" cuts a leaf along two dims or more that the devices divide along no dim.
+    * uneven: how a leaf lies that the devices divide along no single dim: "blocks", cut along several; or "whole".
     * reduce_dtype: the dtype in which gradients are summed; by default the one in which the loss computes them.
     * master_dtype: the dtype of masters, copies of the params in the state.
     * moment_dtype: jnp.bfloat16 or "int8", for the optimizer's moments.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import aot
-from jaxshard.base.types import in_axes, local_shape, num_along, parts_of
+from jaxshard.base.types import in_axes, local_shape, num_along, parts_of, split_axes
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.options import Config
@@ -295,21 +295,45 @@ def test_explicit_axes_are_refused():
         jaxshard.zero3(optax.adam(1e-3), mesh, uneven="blocks")
 
 
-def test_a_users_own_shard_map_is_refused():
-    opt = in_blocks("zero2", optax.adam(1e-3), 6)
-    params = {"w": jnp.ones((4, 9))}
-    state = opt.init(params)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize(("sizes", "shape"), [({"data": 6}, (4, 9)), ({"slice": 2, "data": 4}, (6, 10, 6))])
+def test_in_a_users_own_shard_map_blocks_are_whole(strategy, sizes, shape):
+    axes, devices = tuple(sizes), jax.devices()[: math.prod(sizes.values())]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(sizes.values())), axes)
+    opt = getattr(jaxshard, strategy)(optax.adam(1e-2), mesh, data_axes=axes, min_shard_size=0)
+    key = jax.random.key(0)
+    params = opt.place({"w": jax.random.normal(key, shape), "v": jax.random.normal(key, (48, 5)), "b": jnp.ones(2)})
+    state, plain = opt.init(params), optax.adam(1e-2).init(params)
+    assert split_axes(state[0].mu["w"].sharding.spec) == {"data"}
+    specs = opt.shardings(params).specs
+    x = jax.random.normal(key, (24, 4))
 
-    def update(params, state):
-        grads = jax.grad(lambda p: jnp.sum(p["w"]) * jax.lax.axis_index("data"))(
-            jax.lax.pcast(params, "data", to="varying")
-        )
-        return opt.update(grads, state, params)[0]
+    def loss(params, x):
+        return jnp.mean((x @ params["w"].reshape(4, -1)) ** 2) + jnp.mean((params["v"] - params["b"][0]) ** 2)
 
-    with pytest.raises(ValueError, match="cuts w by parts of axes, which your shard_map lacks"):
-        jax.shard_map(update, mesh=opt.mesh, in_specs=(P(), P()), out_specs=P())(params, state)
+    def update(params, state, x):
+        grads = jax.grad(loss)(jax.lax.pcast(params, axes, to="varying"), x)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    trees = specs.params, specs.state
+    step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(*trees, P(axes)), out_specs=trees))
+    wanted = params
+    for _ in range(3):
+        params, state = step(params, state, x)
+        updates, plain = optax.adam(1e-2).update(jax.grad(loss)(wanted, x), plain, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_same((params, state), (wanted, plain), 1e-5)
 
 
 def test_the_warning_names_the_option():
+    params = {"w": jnp.ones((400, 903)), "v": jnp.ones((61, 97))}
     with pytest.warns(UserWarning, match='uneven="blocks", which cuts 1 of 2 along several dims'):
-        jaxshard.zero3(optax.adam(1e-3), mesh_of(6)).place({"w": jnp.ones((400, 903)), "v": jnp.ones((61, 97))})
+        jaxshard.zero3(optax.adam(1e-3), mesh_of(6), uneven="whole").place(params)
+
+
+def test_auto_axes_have_blocks_and_explicit_ones_do_not():
+    for kind, spec in ((jax.sharding.AxisType.Auto, P("data:2.0", "data:3.1")), (jax.sharding.AxisType.Explicit, P())):
+        mesh = jax.make_mesh((6,), ("data",), devices=jax.devices()[:6], axis_types=(kind,))
+        opt = jaxshard.zero3(optax.adam(1e-3), mesh, min_shard_size=1)
+        assert opt.shardings({"w": jnp.ones((4, 9))}).params["w"].spec == spec

@@ -26,10 +26,8 @@ from jaxshard.apps.records.display import make_console
 from jaxshard.cli.plan import of_config, own_steps
 from jaxshard.cli.plan import rows as plan_rows
 from jaxshard.cli.plan import tables as plan_tables
+from jaxshard.plan import Row, Target, search
 from jaxshard.plan import chip as chip_named
-from jaxshard.plan import search
-from jaxshard.plan.choices import Target
-from jaxshard.plan.prediction import Row
 from jaxshard.system import files
 from jaxshard.system.command import check_room, fail
 from jaxshard.system.text import printable, size_in_words

@@ -1,6 +1,6 @@
 """The local view: `update` inside a user's own `jax.shard_map` over the data axes, and its checks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NoReturn
 
 import jax
@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import named_leaves, path_of, shapes_of, structure, unflatten
-from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims, like, num_along, split_axes
+from jaxshard.base.types import Dims, Jaxpr, Names, Tree, axes_of, axes_of_dims, like, num_along
 from jaxshard.layout.cutting import Leaf
 from jaxshard.layout.layout import layout_state
 from jaxshard.optimizer.inner.update import fast, with_fast
@@ -28,8 +28,7 @@ def local_update(setup: Setup, updates: Tree, state: Tree, params: Tree, extra: 
     """
     whole = updates if params is None else params
     check_boundary(setup)
-    found = setup.layout(whole)
-    _check_no_blocks(setup, found.params)
+    found = setup.layout(whole).over_axes()
     whole_state = check_inputs(setup, updates, state, params, extra)
     dims = [leaf.dims for leaf in found.params]
     treedef, of_grads = jax.tree.structure(whole), jax.tree.structure(fast(updates))
@@ -89,15 +88,6 @@ def check_boundary(setup: Setup) -> None:
         raise ValueError(f"{name}: specs over the manual axes {sorted(used)}: call update outside shard_map")
 
 
-def _check_no_blocks(setup: Setup, leaves: Sequence[Leaf]) -> None:
-    """Raises a ValueError if a leaf is cut by parts of axes."""
-    if leaf := next((leaf for leaf in leaves if split_axes(leaf.cut)), None):
-        raise ValueError(
-            f'{setup.config.strategy}: uneven="blocks" cuts {leaf.path} by parts of axes, which your shard_map lacks: '
-            f"{OUTSIDE}, or leave uneven= out"
-        )
-
-
 def _manual(setup: Setup) -> tuple[str, ...]:
     """The batch axes that the shard_map has; an axis of size 1 may be left out."""
     return tuple(axis for axis in setup.batch_axes if axis in collectives.manual_axes())
@@ -148,7 +138,7 @@ def _whole_state(setup: Setup, state: Tree, params: Tree) -> tuple[Tree, tuple[L
             f"state is unknown; {OUTSIDE}"
         )
     expected = expected or [shapes_of(state)]
-    layouts = [setup.with_state(params, one).state for one in expected]
+    layouts = [setup.with_state(params, one).over_axes().state for one in expected]
     parts = [
         unflatten(structure(one), [jax.ShapeDtypeStruct(_part(setup, leaf), leaf.dtype) for leaf in leaves])
         for one, leaves in zip(expected, layouts, strict=True)
@@ -188,9 +178,9 @@ def check_update(setup: Setup, parts: tuple[Tree, Tree, Tree], whole: tuple[Tree
             raise
         raise ValueError(_explained(setup, error)) from error
     found = setup.layout(whole[0])
-    leaves = found.params
-    ins = (*leaves, *layout_state(found, whole[1]).state, *(() if whole[2] is None else leaves))
-    results = [_result(setup, leaf) for leaf in (*leaves, *layout_state(found, after).state)]
+    leaves = found.over_axes().params
+    ins = (*leaves, *layout_state(found, whole[1]).over_axes().state, *(() if whole[2] is None else leaves))
+    results = [_result(setup, leaf) for leaf in (*leaves, *layout_state(found, after).over_axes().state)]
     labels = [_relation(leaf) for leaf in ins]
     try:
         on_shards = on_whole
