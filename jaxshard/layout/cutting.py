@@ -60,6 +60,7 @@ class Leaf:
     home: P | None = None  # the owners' layout: the spec of its state and update, if it is not `cut`
     home_dims: Dims = ()
     frozen: bool = False
+    over_replicas: bool = False  # its state is cut over the replicas too: matrices are updated once, not in each
     matrices: tuple[int, ...] | None = None  # the batch dims of its matrix operations in the update, if there are any
     memory: str = "device"  # or "host": where its shards lie at rest
     at_home: str = ""  # a note on its update, for the table of `Layout`
@@ -91,14 +92,29 @@ def _in_factors(shape: tuple[int, ...], free: Sequence[int], sizes: list[int]) -
 
 
 def cut_leaf(
-    names: Names, shape: tuple[int, ...], dtype: np.dtype, spec: P, sizes: AxisSizes, config: Config, platform: str
+    names: Names,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    spec: P,
+    sizes: AxisSizes,
+    config: Config,
+    platform: str,
+    *,
+    over_replicas: bool = False,
 ) -> Leaf:
     """Decides where the batch axes cut a leaf: first the axes of the params, then of gradient sums, then of the state.
 
     Only dims that `spec` leaves free can be cut, each by other axes. A leaf that N shards do not divide gets as many as
     its dims allow. Which dim is best depends on the platform ("cpu", "gpu" or "tpu"): see `rank_of_cut` in
     `platforms.tpu` (for CPU, too) and `platforms.gpu`.
+
+    Args:
+      over_replicas: cut its state over the replicas too, where its dims allow all of these.
     """
+    if over_replicas:
+        found = cut_leaf(names, shape, dtype, spec, sizes, config.over_replicas(sizes), platform)
+        if found.dims and not found.awkward:
+            return dataclasses.replace(found, over_replicas=True)
     taken = {axis for entry in spec for axis in axes_in(entry)}
     levels = [{axis: sizes[axis] for axis in axes if sizes[axis] > 1 and axis not in taken} for axes in config.cut_axes]
     num_shards, size = math.prod(levels[-1].values()), math.prod(shape)

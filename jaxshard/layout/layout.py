@@ -160,8 +160,13 @@ def check_specs_used(layout: Layout) -> None:
         raise ValueError(layout.unused_specs)
 
 
-def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str) -> Layout:
+def layout_params(
+    config: Config, params: Tree, sizes: AxisSizes, platform: str, over_replicas: Sequence[bool] = ()
+) -> Layout:
     """The layout of a tree of arrays or `ShapeDtypeStruct`s on a mesh with axes of these sizes, for a platform.
+
+    Args:
+      over_replicas: for each leaf, whether its state is cut over the replicas too, where their dims divide; or none.
 
     Raises:
       TypeError: a leaf is not floating (or complex).
@@ -175,8 +180,10 @@ def layout_params(config: Config, params: Tree, sizes: AxisSizes, platform: str)
     check_floating(params, which)
     specs = model_specs(config, params, sizes)
     leaves = [
-        cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config, platform)
-        for (names, leaf), spec in zip(named_leaves(params), specs.specs, strict=True)
+        cut_leaf(names, tuple(leaf.shape), leaf.dtype, spec, sizes, config, platform, over_replicas=further)
+        for (names, leaf), spec, further in zip(
+            named_leaves(params), specs.specs, over_replicas or [False] * len(specs.specs), strict=True
+        )
     ]
     leaves = tuple(frozen_leaf(leaf) if yes else leaf for leaf, yes in zip(leaves, which, strict=True))
     return Layout(config, dict(sizes), platform, structure(params), leaves, unused_specs=specs.unused or unused)
@@ -223,7 +230,8 @@ def _state_leaf(names: Names, leaf: jax.ShapeDtypeStruct, owner: Leaf | None, pa
         who = f"made from {owner.path}, with a different shape: "
     if owner and owner.shape and shape[extra_dims:] == owner.shape and not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = owner.dtype
-    found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform)
+    further = owner is not None and owner.over_replicas
+    found = cut_leaf(names, shape, dtype, spec, params.sizes, params.config, params.platform, over_replicas=further)
     if owner and names[: len(_SCALES)] == _SCALES:
         found = cut_beside(owner, dataclasses.replace(found, dtype=leaf.dtype), params.sizes)
         return dataclasses.replace(found, reason=f"blocks of {owner.path}: {found.reason}")

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.loss_scale import LossScale
-from jaxshard.base.types import REPLICA_AXIS, Tree
+from jaxshard.base.types import REPLICA_AXIS, AxisSizes, Tree
 
 Rules: TypeAlias = Sequence[tuple[str, P]]
 Float: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"] | type[Any] | np.dtype[Any]
@@ -71,7 +71,7 @@ class CommonOptions(TypedDict, total=False):
     state_axes: str | tuple[str, ...]
     """The mesh axes that the state is sharded over, in place of the strategy's own choice: data axes or replica axes.
     hsdp(..., state_axes=("data", "replica")) shards the state over all devices, params and the sums of gradients within
-    each replica."""
+    each replica. By default, matrices that the update needs whole (Muon's) have their state over the replicas too."""
 
     regather: Literal["use", "step", "backward"]
     """When devices gather sharded params: "use", the default, wherever the loss uses them, in each microbatch, and
@@ -187,6 +187,13 @@ class Config:
         params, accumulators, state = self.asked_axes
         accumulators = (*params, *(axis for axis in accumulators if axis not in params))
         return CutAxes(params, accumulators, (*accumulators, *(axis for axis in state if axis not in accumulators)))
+
+    def over_replicas(self, sizes: AxisSizes) -> "Config":
+        """The same, its state cut over the replicas too; itself if it has no state axes of its own to extend."""
+        more = tuple(axis for axis in self.replica_axes if sizes.get(axis, 1) > 1)
+        if not more or self.state_axes is not None or not self.cuts.state:
+            return self
+        return dataclasses.replace(self, state_axes=(*self.cut_axes.state, *more))
 
     @property
     def asked_axes(self) -> CutAxes:

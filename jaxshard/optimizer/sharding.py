@@ -176,7 +176,19 @@ _KINDS = {"device": None, "host": HOST}  # memory kinds, of `Leaf.memory`
 
 @by_shapes
 def _layout(setup: Setup, params: Tree) -> Layout:
-    return layout_params(setup.config, params, setup.sizes, platforms.of(setup.mesh).name)
+    on = setup.sizes, platforms.of(setup.mesh).name
+    found = layout_params(setup.config, params, *on)
+    if setup.config.over_replicas(setup.sizes) == setup.config:
+        return found
+    dims = iter(_matrix_dims(setup, params))
+    return layout_params(
+        setup.config, params, *on, [not leaf.frozen and next(dims) is not None for leaf in found.params]
+    )
+
+
+def _matrix_dims(setup: Setup, params: Tree) -> list[tuple[int, ...] | None]:
+    """For each trained leaf, the batch dims of its matrix operations in an update."""
+    return whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, setup.trained(params)))
 
 
 @by_shapes
@@ -184,9 +196,11 @@ def _dealt(setup: Setup, params: Tree) -> Layout:
     found = setup.layout(params)
     if not any(leaf.dims and len(leaf.shape) > 1 for leaf in found.params):
         return found
-    dims = iter(whole_matrices.batch_dims(setup.inner, precision.widened(setup.config, setup.trained(params))))
+    dims, further = iter(_matrix_dims(setup, params)), setup.config.over_replicas(setup.sizes)
     leaves = tuple(
-        leaf if leaf.frozen else deal_leaf(leaf, next(dims), setup.sizes, setup.config, found.platform)
+        leaf
+        if leaf.frozen
+        else deal_leaf(leaf, next(dims), setup.sizes, further if leaf.over_replicas else setup.config, found.platform)
         for leaf in found.params
     )
     return dataclasses.replace(found, params=leaves)

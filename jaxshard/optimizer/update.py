@@ -97,7 +97,9 @@ def _by_owners(setup: Setup, found: Layout, state_specs: Tree) -> Update:
     """The inner optimizer's update; owners do the matrix work of leaves that are not cut into whole matrices."""
     leaves = [leaf for leaf in found.params if not leaf.frozen]
     owned = tuple(leaf.matrices is not None and leaf.home is None for leaf in leaves)
-    axes = tuple(axis for axis in setup.config.cut_axes.state if setup.sizes[axis] > 1)
+    further = any(leaf.over_replicas for leaf in leaves)
+    config = setup.config.over_replicas(setup.sizes) if further else setup.config
+    axes = tuple(axis for axis in config.cut_axes.state if setup.sizes[axis] > 1)
     if not axes or not any(owned):
         return update
     inner = state_specs.inner if isinstance(state_specs, precision.ShardedState) else state_specs
