@@ -32,10 +32,10 @@ OPTIMIZERS = {
 }
 
 
-def params_of(dtype=np.float64):
+def params_of():
     draw = np.random.default_rng(0).normal
     shapes = {"in": (8, 12), "mid": (4, 12, 12), "out": (12, 6), "bias": (12,)}
-    return {name: draw(size=shape).astype(dtype) / 4 for name, shape in shapes.items()}
+    return {name: draw(size=shape) / 4 for name, shape in shapes.items()}
 
 
 def loss_fn(params, batch):
@@ -69,7 +69,7 @@ def test_steps_equal_those_on_one_device(name, strategy, replicas, shards):
 
 def test_only_matrices_lie_over_replicas():
     opt = jaxshard.hsdp(optax.contrib.muon(1e-2), mesh_of(2, 4), min_shard_size=1)
-    layout = opt.layout(params_of(np.float32))
+    layout = opt.layout(params_of())
     reasons = {leaf.path: leaf.reason for leaf in layout.state}
     assert "replica" in reasons["inner_states/muon/inner_state/0/mu/in"]
     assert "replica" not in reasons["inner_states/adam/inner_state/0/mu/mid"]
@@ -92,7 +92,7 @@ def test_the_work_is_that_of_one_replica(replicas):
         compiled = step.lower(
             shapes, jax.eval_shape(opt.init, shapes), jax.ShapeDtypeStruct((8, 128), jnp.float32)
         ).compile()
-        return compiled.cost_analysis()["flops"], jaxshard.inspect.report(compiled).wire_bytes
+        return (compiled.cost_analysis() or {})["flops"], jaxshard.inspect.report(compiled).wire_bytes
 
     flops, wire = costs("hsdp", mesh_of(replicas, 8 // replicas))
     least_flops, least_wire = costs("zero2", mesh_of(1, 8))
