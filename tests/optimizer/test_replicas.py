@@ -15,13 +15,13 @@ def whitened():
     def init(params):
         return jax.tree.map(lambda p: jnp.zeros((*p.shape[:-2], p.shape[-1], p.shape[-1]), p.dtype), params)
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         def root(factor):
             values, vectors = jnp.linalg.eigh(factor + 1e-3 * jnp.eye(factor.shape[-1]))
             return (vectors * values[..., None, :] ** -0.5) @ jnp.swapaxes(vectors, -1, -2)
 
-        state = jax.tree.map(lambda f, g: f + (jnp.swapaxes(g, -1, -2) @ g if g.ndim > 1 else 0), state, grads)
-        return jax.tree.map(lambda f, g: g @ root(f) if g.ndim > 1 else g, state, grads), state
+        state = jax.tree.map(lambda f, g: f + (jnp.swapaxes(g, -1, -2) @ g if g.ndim > 1 else 0), state, updates)
+        return jax.tree.map(lambda f, g: g @ root(f) if g.ndim > 1 else g, state, updates), state
 
     return optax.GradientTransformation(init, update)
 
