@@ -232,10 +232,14 @@ def finer(mesh: AnyMesh, split: frozenset[str]) -> AnyMesh:
     return Mesh(mesh.devices.reshape(shape), names, axis_types=kinds)
 
 
-def sharding_on(mesh: AnyMesh, spec: P, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of an array on a mesh, or on the finer one whose parts its PartitionSpec names."""
-    on = finer(mesh, split_axes(spec))
-    found = NamedSharding(on, spec)  # pyright: ignore[reportArgumentType]
+def sharding_on(
+    mesh: AnyMesh, spec: P, memory_kind: str | None = None, split: frozenset[str] = frozenset()
+) -> NamedSharding:
+    """The sharding of an array on a mesh, or on the finer one of its PartitionSpec's parts, and of those in `split`."""
+    if split := split | split_axes(spec):
+        sizes = dict(mesh.shape)
+        mesh, spec = finer(mesh, split), canonical(in_parts(axes_in(entry), split, sizes) for entry in spec)
+    found = NamedSharding(mesh, spec)  # pyright: ignore[reportArgumentType]
     return found if memory_kind is None else found.with_memory_kind(memory_kind)
 
 

@@ -22,14 +22,14 @@ def is_explicit(mesh: AnyMesh) -> bool:
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False) -> T:
-    """`tree` laid out by `specs` (a tree of the same structure); values stay the same.
+def at(tree: T, mesh: AnyMesh, specs: Tree, *, traced: bool = False, split: frozenset[str] = frozenset()) -> T:
+    """`tree` laid out by `specs` (a tree of the same structure), on a mesh with the parts of `split`; values stay.
 
     If a leaf is traced, or `traced` is set, each leaf gets a sharding constraint. Otherwise an array is copied if its
     sharding differs, and returned itself if not.
     """
     traced = traced or is_traced(tree)
-    return jax.tree.map(lambda x, spec: _at(x, sharding_on(mesh, spec), traced), tree, specs)
+    return jax.tree.map(lambda x, spec: _at(x, sharding_on(mesh, spec, split=split), traced), tree, specs)
 
 
 def on(tree: T, mesh: AnyMesh, froms: Tree, tos: Tree) -> T:
@@ -118,10 +118,15 @@ def lying_at(x: Tree, sharding: NamedSharding) -> jax.Array:
     return copy_to(x, sharding)
 
 
-def globally(fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree) -> Callable[..., Tree]:
-    """`fn` in the global view: it takes whole logical arrays, XLA partitions it, `out_specs` lay out its results."""
+def globally(
+    fn: Callable[..., Tree], mesh: AnyMesh, out_specs: Tree, split: frozenset[str] = frozenset()
+) -> Callable[..., Tree]:
+    """`fn` in the global view: it takes whole logical arrays, XLA partitions it, `out_specs` lay out its results.
+
+    JAX takes a constraint's mesh for that of a result: with `split`, the mesh of these axes' parts.
+    """
     if not is_explicit(mesh):
-        return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args))
+        return lambda *args: at(fn(*args), mesh, out_specs, traced=is_traced(args), split=split)
     out_sharding = jax.tree.map(lambda spec: sharding_on(mesh, spec), out_specs)
     return jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=out_sharding)
 

@@ -37,8 +37,6 @@ def checked_config(strategy: str, inner: object, mesh: object, options: dict[str
         options["frozen"] = (options["frozen"],)
     if "state_memory" in options:
         options["state_memory"] = host_memory.checked(strategy, options["state_memory"], mesh)
-    if options.get("uneven") is None:
-        options["uneven"] = "blocks" if _has_blocks(mesh) else "whole"
     config = Config(strategy, **options)
     _check_zero(config)
     _check_data_axes(mesh, config)

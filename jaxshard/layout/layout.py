@@ -15,7 +15,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import named_leaves, owner_of, parent_of, path_of, structure, unflatten
-from jaxshard.base.types import AxisSizes, Names, Tree, TreeDef, canonical, over_axes
+from jaxshard.base.types import (
+    AxisSizes,
+    Names,
+    Tree,
+    TreeDef,
+    axes_in,
+    axis_of,
+    canonical,
+    in_axes,
+    over_axes,
+    split_axes,
+)
 from jaxshard.layout import frozen, host_memory
 from jaxshard.layout.cutting import Leaf, at_home, cut_beside, cut_leaf, cut_like, frozen_leaf, in_words
 from jaxshard.layout.layout_table import grouped, of_rounding, table
@@ -29,7 +40,10 @@ _SCALES = ("extra", "scale")  # the path in a `ShardedState` of the scales of 8-
 
 
 def _spec_of(sharding: NamedSharding) -> P:
-    return over_axes(sharding.spec)
+    sizes: dict[str, int] = {}
+    for name, size in sharding.mesh.shape.items():
+        sizes[axis_of(name)] = sizes.get(axis_of(name), 1) * size
+    return over_axes(canonical(in_axes(axes_in(entry), sizes) for entry in sharding.spec))
 
 
 class Shardings(NamedTuple):
@@ -134,6 +148,16 @@ class Layout:
         """The same in a user's own shard_map, whose mesh has no parts of axes: leaves cut in blocks are whole."""
         params, state = (tuple(leaf.over_axes() for leaf in leaves) for leaves in (self.params, self.state))
         return dataclasses.replace(self, params=params, state=state)
+
+    @property
+    def split(self) -> frozenset[str]:
+        """The axes whose parts cut some leaf at rest.
+
+        All leaves lie on the one mesh of these parts: JAX expresses the results of a user's `jit` on the mesh of its
+        first argument.
+        """
+        specs = [leaf.cut for leaf in (*self.params, *self.state)] + [leaf.params.spec for leaf in self.params]
+        return frozenset[str]().union(*map(split_axes, specs))
 
     @property
     def undivided(self) -> str:

@@ -85,10 +85,10 @@ class CommonOptions(TypedDict, total=False):
     min_shard_size: int
     """Leaves of fewer elements stay replicated; 2048 by default."""
 
-    uneven: Literal["blocks", "whole"] | None
-    """How a leaf lies that N devices divide along no single dim. "blocks", the default: cut along two dims or more (of
-    8 devices, 2 cut the first dim and 4 the second) where these divide; its `NamedSharding` is then on a mesh of the
-    same devices with more axes. "whole", the default on a mesh of Explicit axes: by whole axes alone, else not cut."""
+    uneven: Literal["whole", "blocks"]
+    """How a leaf lies that N devices divide along no single dim: "whole", the default, on every device; "blocks", cut
+    along two dims or more (of 8 devices, 2 cut the first dim and 4 the second) where these divide. Params and state
+    then lie on a mesh of the same devices with more axes."""
 
     reduce_dtype: Float | None
     """The dtype in which gradients are summed over microbatches and devices; None, the default: their own. Give float32

@@ -112,13 +112,13 @@ class Setup:
         """Where params live, as `NamedSharding`s."""
         return _param_shardings(self, params)
 
-    def named(self, specs: T) -> T:
-        """A tree of PartitionSpecs as `NamedSharding`s on the mesh."""
-        return jax.tree.map(lambda spec: sharding_on(self.mesh, spec), specs)
+    def named(self, specs: T, split: frozenset[str]) -> T:
+        """A tree of PartitionSpecs as `NamedSharding`s on the mesh, or on the finer one of these axes' parts."""
+        return jax.tree.map(lambda spec: sharding_on(self.mesh, spec, split=split), specs)
 
     def state_shardings(self, found: Layout) -> Tree:
         """The `NamedSharding`s of a layout's state, with memory kinds."""
-        leaves = [sharding_on(self.mesh, leaf.cut, memory_kind=_KINDS[leaf.memory]) for leaf in found.state]
+        leaves = [sharding_on(self.mesh, leaf.cut, _KINDS[leaf.memory], found.split) for leaf in found.state]
         return unflatten(found.state_treedef, leaves)
 
     def plain_init(self, params: Tree) -> Tree:
@@ -216,12 +216,15 @@ def _with_state(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Layout:
 def _shardings(setup: Setup, params_and_state: tuple[Tree, Tree]) -> Shardings:
     found = setup.with_state(*params_and_state)
     grad_specs = setup.with_frozen(found.grad_specs, params_and_state[0], lambda _: P())
-    return Shardings(*setup.named((found.param_specs, grad_specs)), setup.state_shardings(found))
+    return Shardings(*setup.named((found.param_specs, grad_specs), found.split), setup.state_shardings(found))
 
 
 @by_shapes
 def _param_shardings(setup: Setup, params: Tree) -> Tree:
-    return setup.named(setup.layout(params).param_specs)
+    found = setup.layout(params)
+    if setup.config.uneven == "blocks" and not setup.why_no_shapes(params):
+        found = setup.with_state(params)
+    return setup.named(found.param_specs, found.split)
 
 
 @by_shapes

@@ -48,7 +48,7 @@ def place(setup: Setup, params: Params) -> Params:
     check_alive("place: params", params)
     with agreement.among(setup.mesh):
         agreement.check_same_arrays("place", params)
-    return _copied_to(setup, params, found.param_specs)
+    return _copied_to(setup, params, found.param_specs, setup.param_shardings(params))
 
 
 def init(setup: Setup, params: Tree) -> Tree:
@@ -65,7 +65,7 @@ def init(setup: Setup, params: Tree) -> Tree:
     fragile, plain = setup.fragile_at_init(params), setup.plain_init
     if fragile:
         plain = with_whole_operands(plain, lambda x: global_view.whole_in_rows(x, setup.mesh), fragile)
-    make = global_view.globally(plain, setup.mesh, found.state_specs)
+    make = global_view.globally(plain, setup.mesh, found.state_specs, found.split)
     if is_traced(params):
         which, trained = setup.frozen(params), setup.trained(params)
         return make(global_view.moved(trained, setup.mesh, without_frozen(which, found.param_specs), found.grad_specs))
@@ -89,9 +89,9 @@ def _init_by_values(setup: Setup, params: Tree) -> Tree:
     return _copied_to(setup, state, found.state_specs, setup.state_shardings(found))
 
 
-def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree | None = None) -> T:
+def _copied_to(setup: Setup, tree: T, specs: Tree, shardings: Tree) -> T:
     """A copy of concrete arrays, laid out by `specs`, also within a trace."""
-    placed = global_view.copies_to(tree, setup.named(specs) if shardings is None else shardings)
+    placed = global_view.copies_to(tree, shardings)
     return global_view.at(placed, setup.mesh, specs) if is_traced(placed) else placed
 
 

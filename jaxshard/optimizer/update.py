@@ -71,7 +71,7 @@ def advance(
     if fragile:
         step = with_whole_operands(step, lambda x: global_view.whole_in_rows(x, setup.mesh), fragile)
     agreed = Verdict._make([P(), P()]) if judges else None
-    step = global_view.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs))
+    step = global_view.globally(step, setup.mesh, ((found.home_specs, agreed), new_state_specs), after.split)
     if on_host:
         cuts = {leaf.names: leaf.cut for leaf in after.state}
         step = HostState(setup.mesh, cuts, on_host, over_params=new).around(step)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard
 from jaxshard import aot
-from jaxshard.base.types import in_axes, local_shape, num_along, parts_of, split_axes
+from jaxshard.base.types import in_axes, local_shape, num_along, parts_of
 from jaxshard.checkpoint import Checkpointer
 from jaxshard.layout.cutting import cut_leaf
 from jaxshard.layout.options import Config
@@ -300,11 +300,11 @@ def test_explicit_axes_are_refused():
 def test_in_a_users_own_shard_map_blocks_are_whole(strategy, sizes, shape):
     axes, devices = tuple(sizes), jax.devices()[: math.prod(sizes.values())]
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(sizes.values())), axes)
-    opt = getattr(jaxshard, strategy)(optax.adam(1e-2), mesh, data_axes=axes, min_shard_size=0)
+    opt = getattr(jaxshard, strategy)(optax.adam(1e-2), mesh, data_axes=axes, min_shard_size=0, uneven="blocks")
     key = jax.random.key(0)
     params = opt.place({"w": jax.random.normal(key, shape), "v": jax.random.normal(key, (48, 5)), "b": jnp.ones(2)})
     state, plain = opt.init(params), optax.adam(1e-2).init(params)
-    assert split_axes(state[0].mu["w"].sharding.spec) == {"data"}
+    assert opt.layout(params).split == {"data"}
     specs = opt.shardings(params).specs
     x = jax.random.normal(key, (24, 4))
 
@@ -329,11 +329,27 @@ def test_in_a_users_own_shard_map_blocks_are_whole(strategy, sizes, shape):
 def test_the_warning_names_the_option():
     params = {"w": jnp.ones((400, 903)), "v": jnp.ones((61, 97))}
     with pytest.warns(UserWarning, match='uneven="blocks", which cuts 1 of 2 along several dims'):
-        jaxshard.zero3(optax.adam(1e-3), mesh_of(6), uneven="whole").place(params)
+        jaxshard.zero3(optax.adam(1e-3), mesh_of(6)).place(params)
 
 
-def test_auto_axes_have_blocks_and_explicit_ones_do_not():
-    for kind, spec in ((jax.sharding.AxisType.Auto, P("data:2.0", "data:3.1")), (jax.sharding.AxisType.Explicit, P())):
-        mesh = jax.make_mesh((6,), ("data",), devices=jax.devices()[:6], axis_types=(kind,))
-        opt = jaxshard.zero3(optax.adam(1e-3), mesh, min_shard_size=1)
-        assert opt.shardings({"w": jnp.ones((4, 9))}).params["w"].spec == spec
+def test_a_users_own_jit_takes_what_lies_in_blocks():
+    opt = in_blocks("zero3", optax.adam(1e-2), 6)
+    params = opt.place({"a": jnp.ones(5), "b": jnp.ones((4, 9)), "c": jnp.ones((12, 2))})
+    state = opt.init(params)
+    meshes = {x.sharding.mesh for x in jax.tree.leaves((params, state)) if x.ndim}
+    assert len(meshes) == 1
+    average = jax.jit(lambda new, old: jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, new, old))
+    again = average(params, jax.tree.map(jnp.zeros_like, params))
+    assert_same(again, jax.tree.map(lambda x: 0.9 * np.ones(x.shape), params), 1e-6)
+    assert_same(average(state, state), state, 1e-6)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p["b"]) ** 2) + jnp.sum(p["a"]) + jnp.sum(p["c"]))(params)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    batch = jaxshard.shard_batch(np.ones((6, 4), np.float32), opt)
+    params, state = step(params, state, batch)
+    assert {x.sharding.mesh for x in jax.tree.leaves((params, state)) if x.ndim} == meshes
+    assert opt.shardings(params).specs.params == {"a": P(), "b": P(), "c": P("data")}
