@@ -11,6 +11,10 @@ strategy.
 Shapes: T devices on the axis, D features, F features in T shards, V the vocabulary.
 """
 
+from jaxshard.tensor.attention import gathered_attention as gathered_attention
+from jaxshard.tensor.attention import positions as positions
+from jaxshard.tensor.attention import ring_attention as ring_attention
+from jaxshard.tensor.attention import zigzag as zigzag
 from jaxshard.tensor.blocks import axis_size as axis_size
 from jaxshard.tensor.blocks import column_parallel as column_parallel
 from jaxshard.tensor.blocks import expert_parallel as expert_parallel
