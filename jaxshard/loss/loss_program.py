@@ -160,7 +160,7 @@ def _verdict(
 ) -> Verdict:
     """The verdict on the loss's rows; `has_parts`: parts of it run in microbatches of their own."""
     setup, is_global = options.setup, options.loss_view == "global"
-    if (alone := is_global or setup.num_batch_shards == 1) and not (options.has_aux or has_parts):
+    if (alone := is_global or options.cut.num_row_parts == 1) and not (options.has_aux or has_parts):
         return Verdict(alone=True)
     question = Question(
         trace=trace,
@@ -170,7 +170,7 @@ def _verdict(
         weighted=options.weighted,
         per_row=options.per_row,
         differentiated=options.differentiate,
-        split={} if is_global else {axis: setup.sizes[axis] for axis in setup.split_axes},
+        split={} if is_global else {axis: n for axis in options.cut.row_axes if (n := setup.sizes[axis]) > 1},
         parts=_num_compared(options),
         cut=[*cut, *[{}] * (len(roles) - len(cut))] if any(cut) else (),
     )
@@ -192,7 +192,7 @@ def _joined(x: Tree, cut: Mapping[str, int], gone: Names, options: LossOptions) 
 
 def _num_compared(options: LossOptions) -> int:
     """The number of devices that the rows are split over, in a proof; of two, aux shows where it has rows."""
-    return 2 if options.loss_view == "global" else max(options.setup.num_batch_shards, 2)
+    return 2 if options.loss_view == "global" else max(options.cut.num_row_parts, 2)
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:

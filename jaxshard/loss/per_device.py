@@ -45,7 +45,7 @@ class LossPlan:
     def __str__(self) -> str:
         if self.options.loss_view == "global":
             return in_words(self.why_global, self.price)
-        is_split = self.options.num_parts > 1 and self.options.fold_keys
+        is_split = self.options.setup.num_batch_shards * self.options.microbatches > 1 and self.options.fold_keys
         folds = is_split and any("key" in role for role in self.program.roles_of_args)
         return f"{self.program.verdict}{FOLDED if folds else ''}"
 
