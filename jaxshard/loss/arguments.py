@@ -172,6 +172,17 @@ def _check_other_dims(batch: Tree, options: LossOptions) -> None:
                 )
 
 
+def check_parts(axes: set[str], options: LossOptions) -> None:
+    """Raises a PartsError if the loss takes rows to be cut along axes (those given) that cut no dim but the rows."""
+    wrong = sorted(axes & {*options.setup.split_axes} - {*options.cut.other_axes})
+    if wrong:
+        raise PartsError(
+            f"loss_fn: its attention takes each row to be cut over {wrong[0]!r}, but that axis splits the batch by rows: "
+            f"give batch_specs=P(..., {wrong[0]!r}), also as specs= to shard_batch; or, for complete rows on each "
+            "device, name another axis in the attention"
+        )
+
+
 def check_axes_named(named: set[str], batch: Tree, options: LossOptions) -> None:
     """Raises a ValueError if the loss names no axis along which a dim other than the rows is cut, nor says it is meant.
 

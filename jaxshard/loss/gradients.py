@@ -22,6 +22,7 @@ from jaxshard.loss.arguments import (
     check_axes_named,
     check_batch,
     check_global,
+    check_parts,
     like_rows,
 )
 from jaxshard.loss.loss_report import Price
@@ -194,7 +195,9 @@ class LossFunction:
         if view == "global":
             return global_loss.plan(options, plans, *inputs)
         body = self._on_devices(lambda *xs: DeviceLoss(options, plans, *xs).plan(), P(), options)
-        return jax.eval_shape(body, *inputs)
+        plan = jax.eval_shape(body, *inputs)
+        check_parts(plan.program.axes_of_parts, self.options)
+        return plan
 
     def _on_devices(self, body: Callable[..., Tree], out_specs: Tree, options: LossOptions) -> Callable[..., Tree]:
         """`body(params, batch, args, scale)` on each device, with its parts of the params and the batch."""

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, unflatten, without_boxes
-from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef
+from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef, axes_of
+from jaxshard.collectives import CUT_ALONG
 from jaxshard.loss.arguments import LossOptions, like_rows
 from jaxshard.loss.loss_report import explained, form_of, noted
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
-from jaxshard.programs.jaxprs import axes_named, core, equations, open_jaxpr
-from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
+from jaxshard.programs.jaxprs import axes_named, equations, with_backward_pass
+from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS, mark_of
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.microbatches import Found, recording
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
@@ -46,6 +47,12 @@ class Program:
     def axes(self) -> set[str]:
         """The mesh axes that the loss names."""
         return axes_named(self.jaxpr)
+
+    @property
+    def axes_of_parts(self) -> set[str]:
+        """The mesh axes along which the loss takes rows to be cut."""
+        marks = map(mark_of, equations(self.jaxpr))
+        return {mark.removeprefix(CUT_ALONG) for mark in marks if mark.startswith(CUT_ALONG)}
 
     @property
     def roles_of_args(self) -> list[str]:
@@ -114,6 +121,7 @@ class Program:
         program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
         if options.num_parts > 1 or options.loss_view != "global":
             _check_aux(program, shapes, options)
+            _check_rows_of_aux(program, shapes, batch, options)
         elif options.per_row:
             _check_outputs(shapes, jax.tree.leaves(batch)[0].shape[0])
         return program
@@ -124,19 +132,8 @@ def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     if not any(inputs):
         return [False] * len(inputs)
     if any(eqn.primitive.name in OWN_BACKWARD for eqn in equations(jaxpr)):
-        jaxpr = _with_backward_pass(jaxpr)
+        jaxpr = with_backward_pass(jaxpr)
     return reaches(jaxpr, READS_KEYS, inputs)
-
-
-def _with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
-    """A program that returns the outputs, and their gradients with respect to all inputs."""
-    run = core().jaxpr_as_fun(jaxpr)
-
-    def gradients(*values: jax.Array) -> list[jax.Array]:
-        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
-        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
-
-    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
@@ -271,6 +268,23 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
             raise TypeError(
                 f"loss_fn: aux leaf {path_of(names[1:])} has dtype {leaf.dtype} and depends on the batch, so it "
                 f"differs between {parts} and cannot be averaged; return it per row, or cast it to a floating dtype"
+            )
+
+
+def _check_rows_of_aux(program: Program, shapes: Tree, batch: Tree, options: LossOptions) -> None:
+    """Refuses aux leaves with rows of which each device may have another part."""
+    axes = options.cut.other_axes
+    if not axes or not any(dim is not None for dim in program.row_dims):
+        return
+    is_cut = iter(bool(axes_of(spec) & {*axes}) for spec in options.cut.specs(batch))
+    differs = [next(is_cut) if role == "batch" else role in ("key", "raw key") for role in program.roles]
+    parts = depends(program.jaxpr, differs, frozenset(axes))
+    for (names, leaf), dim, is_part in zip(named_leaves(shapes), (None, None, *program.row_dims), parts, strict=True):
+        if dim is not None and is_part:
+            raise ValueError(
+                f"{'predict: output' if options.per_row else 'loss_fn: aux leaf'} {path_of(names[1:])} has shape "
+                f"{leaf.shape} with the batch's rows, of which each device along {axes} may have another part: give it "
+                f"complete, as jax.lax.all_gather(x, {axes[0]!r}, axis=1, tiled=True) or jax.lax.psum(x, {axes[0]!r})"
             )
 
 

@@ -173,7 +173,7 @@ def _attention(
     q, k, v = (collectives.vary(x, axes) for x in (q, k, v))
     if segment_ids is not None:
         segment_ids = collectives.vary(segment_ids, axes)
-    return score_blocks.attention(how, q, k, v, segment_ids)
+    return score_blocks.attention(how, collectives.part_of_rows(q, axis), k, v, segment_ids)
 
 
 # Checks.
