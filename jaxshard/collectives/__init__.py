@@ -20,12 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.tree import is_key
-from jaxshard.base.types import Dims, Names, T, Tree, beyond, num_along
+from jaxshard.base.types import CUT_ALONG, Dims, Names, T, Tree, beyond, num_along
 from jaxshard.base.types import varying as varying
 from jaxshard.collectives import blocks
-
-
-CUT_ALONG = "jaxshard.cut along "  # the name of a mark, before the axis
 
 
 def part_of_rows(x: jax.Array, axis: str) -> jax.Array:

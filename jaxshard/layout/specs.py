@@ -75,11 +75,15 @@ def _given(what: str, specs: Tree) -> dict[Names, P]:
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
         if not is_spec(spec):
             raise TypeError(
-                f"{what}: {path_of(names_of(path))} is a {type(spec).__name__}; give a PartitionSpec, or rules "
-                "[(regex, PartitionSpec), ...]"
+                f"{what}: {_whose(names_of(path))} is a {type(spec).__name__}; give a PartitionSpec"
+                f"{', or rules [(regex, PartitionSpec), ...]' if what == 'specs' else ''}"
             )
         given[names_of(path)] = spec if isinstance(spec, P) else P()
     return given
+
+
+def _whose(names: Names) -> str:
+    return path_of(names) if names else "the value"
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, config: Config) -> None:
@@ -154,7 +158,7 @@ class BatchCut:
         self._given = {names: canonical(spec) for names, spec in given.items()}
         self._shardings = dict[TreeDef, list[NamedSharding]]()
         for names, spec in self._given.items():
-            self._check_names(path_of(names), spec, axes)
+            self._check_names(_whose(names), spec, axes)
         by_rows = [axes_in(spec[0]) if len(spec) else () for spec in self._given.values()]
         others = {axis for spec in self._given.values() for axis in axes_of(P(*spec[1:]))}
         self.row_axes = by_rows[0] if by_rows else ()
@@ -169,7 +173,7 @@ class BatchCut:
         if idle:
             raise ValueError(
                 f"{what}: no leaf is cut along {idle}, so the devices along it would compute the same; the optimizer "
-                f"splits a batch over {axes}: name each of them in a dim of some leaf, as in P({axes[0]!r}, {idle[0]!r})"
+                f"splits a batch over {axes}: name each of them in a dim of some leaf, as in {P(axes[0], idle[0])}"
             )
 
     def _check_names(self, path: str, spec: P, axes: Names) -> None:
@@ -178,7 +182,7 @@ class BatchCut:
             if axis not in axes:
                 raise ValueError(
                     f"{self._what}: {path} has {spec}, and {axis!r} is not an axis that splits the batch: these are "
-                    f"{axes}{nearest(str(axis), axes)}. Name it in data_axes= of the optimizer, or leave it out"
+                    f"{axes}{nearest(str(axis), axes)}; name it in data_axes= of the optimizer, or leave it out"
                 )
         if len(set(used)) < len(used):
             raise ValueError(f"{self._what}: {path} has {spec}, which uses an axis twice; use each axis once")
@@ -214,11 +218,12 @@ class BatchCut:
         Raises:
           ValueError: a spec has more entries than its leaf has dims.
         """
-        found = [(names, leaf, spec) for (names, leaf), spec in zip(named_leaves(batch), self.specs(batch), strict=True)]
+        each = zip(named_leaves(batch), self.specs(batch), strict=True)
+        found = [(names, leaf, spec) for (names, leaf), spec in each]
         for names, leaf, spec in found:
             if len(spec) > max(np.ndim(leaf), 1):
                 raise ValueError(
-                    f"batch: {path_of(names)} has shape {np.shape(leaf)}, and {self._what} cuts it by {spec}: give this "
-                    f"leaf a spec of its own, as in {{{names[-1] if names else 'x'!r}: P({spec[0]!r}), ...}}"
+                    f"{self._what}: {path_of(names)} has shape {np.shape(leaf)}, and is to be cut by {spec}: give this "
+                    f"leaf a spec of its own, as in {{{(names or ('x',))[-1]!r}: {P(spec[0])}, ...}}"
                 )
         return found

@@ -172,27 +172,29 @@ def _check_other_dims(batch: Tree, options: LossOptions) -> None:
                 )
 
 
-def check_parts(axes: set[str], options: LossOptions) -> None:
-    """Raises a PartsError if the loss takes rows to be cut along axes (those given) that cut no dim but the rows."""
-    wrong = sorted(axes & {*options.setup.split_axes} - {*options.cut.other_axes})
+def check_parts(named: set[str], cut_along: set[str], batch: Tree, options: LossOptions) -> None:
+    """Checks that a loss and `batch_specs` agree on how rows are cut.
+
+    Args:
+      named: the mesh axes that the loss names.
+      cut_along: those along which its attention takes rows to be cut.
+
+    Raises:
+      PartsError: the attention takes rows to be cut along an axis that splits the batch by rows; or the loss does not
+        name an axis that cuts another dim, and `loss_view` does not say that this is meant.
+    """
+    wrong = sorted(cut_along & {*options.setup.split_axes} - {*options.cut.other_axes})
     if wrong:
         raise PartsError(
-            f"loss_fn: its attention takes each row to be cut over {wrong[0]!r}, but that axis splits the batch by rows: "
-            f"give batch_specs=P(..., {wrong[0]!r}), also as specs= to shard_batch; or, for complete rows on each "
-            "device, name another axis in the attention"
+            f"loss_fn: its attention takes each row to be cut over {wrong[0]!r}, which splits the batch by rows: "
+            f"give batch_specs=P(..., {wrong[0]!r}), and shard_batch the same specs; or, for complete rows on each "
+            "device, give the attention the name of another axis"
         )
-
-
-def check_axes_named(named: set[str], batch: Tree, options: LossOptions) -> None:
-    """Raises a ValueError if the loss names no axis along which a dim other than the rows is cut, nor says it is meant.
-
-    `named`: the axes that it names.
-    """
     for names, leaf, spec in options.cut.named(batch) if options.loss_view == "auto" else ():
         for dim, entry in enumerate(spec[1:], 1):
             missing = sorted({axis for axis in axes_in(entry) if options.setup.sizes[axis] > 1} - named)
             if missing:
-                raise ValueError(
+                raise PartsError(
                     f"loss_fn: batch leaf {path_of(names)} of shape {np.shape(leaf)} is cut along dim {dim} over the "
                     f"mesh axes {missing}, which the loss does not name, so each device would take its part for the "
                     "whole. Name them where parts meet, as in jaxshard.tensor.ring_attention(q, k, v, "

@@ -269,12 +269,12 @@ def _causes(
     elif _WITHIN in wrong:
         found.append("a row's position in the batch matters: put what differs from row to row into the batch as a leaf")
     elif wrong == [_ALONE]:
-        found.append("the loss uses the number of devices, or has a collective that counts rows twice")
-        if has_parts:
-            found.append(
-                "the batch is in zigzag order, which one device takes for the usual one: check with "
-                'order="contiguous"; or a part of a row is taken for the whole'
-            )
+        found.append(
+            "the loss takes parts of rows for complete ones; or the batch is in zigzag order, which one device takes "
+            'for the usual one: check with order="contiguous"'
+            if has_parts
+            else "the loss uses the number of devices, or has a collective that counts rows twice"
+        )
     elif all(each.loss <= tolerance for each in differences.values()):
         found.append("only gradients differ: check stop_gradient and custom derivatives")
     return tuple(

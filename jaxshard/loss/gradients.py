@@ -13,18 +13,8 @@ from jaxshard.base.tree import check_alive, is_staged, is_traced
 from jaxshard.base.types import AxisTypeError, T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import advice, global_loss
-from jaxshard.loss.arguments import (
-    LossOptions,
-    PartsError,
-    View,
-    check_arguments,
-    check_axes_named,
-    check_batch,
-    check_global,
-    check_parts,
-    like_rows,
-)
+from jaxshard.loss import advice, arguments, global_loss
+from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, check_global, like_rows
 from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.leaf_plan import before_the_trace
 from jaxshard.loss.params.unshard import Scale
@@ -130,7 +120,9 @@ class LossFunction:
         if (view := self.options.loss_view) == "global":
             return self._plan_globally(inputs)
         if self.options.cut.other_axes:
-            return self._plan_of_parts(inputs)
+            plan = self._plan_in("local", *inputs)
+            constraint = global_loss.constraint_in(plan)
+            return self._plan_constrained(constraint, inputs) if constraint else plan
         try:
             plan = self._plan_in("local", *inputs)
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
@@ -150,13 +142,6 @@ class LossFunction:
         if not plan.program.verdict.is_proved and (text := like_rows(inputs[2], inputs[1])):
             raise ValueError(text)
         return dataclasses.replace(plan, why_global=why)
-
-    def _plan_of_parts(self, inputs: Sequence[Tree]) -> LossPlan:
-        """The plan of a loss that gets parts of rows, and has to name the axes that cut them."""
-        plan = self._plan_in("local", *inputs)
-        check_axes_named(plan.program.axes, inputs[1], self.options)
-        constraint = global_loss.constraint_in(plan)
-        return self._plan_constrained(constraint, inputs) if constraint else plan
 
     def _plan_constrained(self, why: str, inputs: Sequence[Tree]) -> LossPlan:
         """The plan in the global view of a loss that constrains layouts; a ValueError if that view is not for it."""
@@ -196,7 +181,7 @@ class LossFunction:
             return global_loss.plan(options, plans, *inputs)
         body = self._on_devices(lambda *xs: DeviceLoss(options, plans, *xs).plan(), P(), options)
         plan = jax.eval_shape(body, *inputs)
-        check_parts(plan.program.axes_of_parts, self.options)
+        arguments.check_parts(plan.program.axes, plan.program.axes_of_parts, batch, options)
         return plan
 
     def _on_devices(self, body: Callable[..., Tree], out_specs: Tree, options: LossOptions) -> Callable[..., Tree]:

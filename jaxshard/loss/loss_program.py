@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, unflatten, without_boxes
-from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef, axes_of
-from jaxshard.collectives import CUT_ALONG
+from jaxshard.base.types import CUT_ALONG, Jaxpr, Names, Tree, TreeDef, axes_of
 from jaxshard.loss.arguments import LossOptions, like_rows
-from jaxshard.loss.loss_report import explained, form_of, noted
+from jaxshard.loss.loss_report import explained, form_of, no_rows, noted, parts_of_rows
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
 from jaxshard.programs.jaxprs import axes_named, equations, with_backward_pass
@@ -111,9 +110,8 @@ class Program:
             leaves = [_joined(x, each, gone, options) for x, each in zip(whole, cut, strict=True)]
             params = unflatten(treedef, leaves)
             run = functools.partial(flat, parts=parts)
-            return jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)(
-                params, batch_of_rows, args, scale
-            )
+            traced = jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)
+            return traced(params, batch_of_rows, args, scale)
 
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
@@ -262,7 +260,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
                 f"mean{cause}"
             )
         if options.per_row:
-            raise _no_rows(names, leaf)
+            raise no_rows(path_of(names[1:]), leaf.shape)
         if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
             parts = "microbatches" if options.loss_view == "global" or options.num_parts == 1 else "devices"
             raise TypeError(
@@ -274,32 +272,21 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
 def _check_rows_of_aux(program: Program, shapes: Tree, batch: Tree, options: LossOptions) -> None:
     """Refuses aux leaves with rows of which each device may have another part."""
     axes = options.cut.other_axes
-    if not axes or not any(dim is not None for dim in program.row_dims):
+    if not axes:
         return
     is_cut = iter(bool(axes_of(spec) & {*axes}) for spec in options.cut.specs(batch))
     differs = [next(is_cut) if role == "batch" else role in ("key", "raw key") for role in program.roles]
     parts = depends(program.jaxpr, differs, frozenset(axes))
     for (names, leaf), dim, is_part in zip(named_leaves(shapes), (None, None, *program.row_dims), parts, strict=True):
         if dim is not None and is_part:
-            raise ValueError(
-                f"{'predict: output' if options.per_row else 'loss_fn: aux leaf'} {path_of(names[1:])} has shape "
-                f"{leaf.shape} with the batch's rows, of which each device along {axes} may have another part: give it "
-                f"complete, as jax.lax.all_gather(x, {axes[0]!r}, axis=1, tiled=True) or jax.lax.psum(x, {axes[0]!r})"
-            )
+            raise parts_of_rows(options.per_row, path_of(names[1:]), leaf.shape, axes)
 
 
 def _check_outputs(shapes: Tree, num_rows: int) -> None:
     """Refuses outputs of `predict` without a dim of all rows."""
     for names, leaf in named_leaves(shapes):
         if names[0] == "2" and num_rows not in leaf.shape:
-            raise _no_rows(names, leaf)
-
-
-def _no_rows(names: Names, leaf: jax.ShapeDtypeStruct) -> ValueError:
-    return ValueError(
-        f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in order; "
-        "return arrays of (rows, ...), or compute averages with jaxshard.evaluate(..., has_aux=True)"
-    )
+            raise no_rows(path_of(names[1:]), leaf.shape)
 
 
 def _refuse_counts(program: Program, shapes: Tree, by_row: Sequence[bool]) -> None:

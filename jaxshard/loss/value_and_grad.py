@@ -110,9 +110,9 @@ def value_and_grad(
         for a mean over rows, and sends the least. "global": the loss sees all rows of a microbatch, and XLA partitions
         it; right for any loss that names no axis of the mesh. "auto": local where the trace proves that this is right,
         or the loss names axes of the mesh; else global. `f.layout(...)` says which, why, and what it costs.
-      batch_specs: how the batch is cut, if not by rows alone: a PartitionSpec, or a tree of them, a prefix of the batch,
-        such as `P("data", "context")` for sequences. They name the optimizer's batch axes (`data_axes`). The
-        loss gets this device's part, and must name the axes that cut other dims than the first, as
+      batch_specs: how the batch is cut, if not by rows alone: a PartitionSpec, or a tree that is a prefix of the batch,
+        such as `P("data", "context")` for sequences. They name the optimizer's batch axes (`data_axes`). The loss gets
+        this device's part, and must name the axes that cut other dims than the first, as
         `jaxshard.tensor.ring_attention(..., axis="context")` does. Results are averaged over all devices: right if each
         has equally many terms; else use `weighted`. Leaves of aux with rows must be the same along these axes.
 

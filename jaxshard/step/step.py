@@ -100,17 +100,8 @@ def train_step(
         raise ValueError(
             "train_step: loss scaling skips steps that overflow, but max_skips=None forbids skipping; leave one out"
         )
-    options = LossOptions(
-        loss_fn,
-        setup,
-        has_aux,
-        microbatches,
-        weighted,
-        fold_keys,
-        loss_view=loss_view,
-        donate=donate,
-        batch_specs=batch_specs,
-    )
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
+    options = dataclasses.replace(options, donate=donate, batch_specs=batch_specs)
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
     return TrainStep(LossFunction(options), extra, max_skips, given)

@@ -5,14 +5,13 @@ softmax (Milakov & Gimelshein 2018), and the backward pass computes the scores a
 a device never holds more than one block of scores.
 """
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxshard import collectives
-from jaxshard.base.types import T
 from jaxshard.tensor import score_blocks
 from jaxshard.tensor.score_blocks import Blocks
 
@@ -75,7 +74,7 @@ def gathered_attention(
 ) -> jax.Array:
     """As `ring_attention`, with all keys and values gathered at once (Llama Team 2024, section 3.3.2).
 
-    One all-gather, and in the backward pass another one and a reduce-scatter of the gradients (in float32 at least): the
+    One all-gather, and in the backward pass another one and a reduce-scatter of the gradients (float32 at least): the
     bytes of the ring in fewer messages, but a device holds all C parts of keys and values, and of their gradients.
 
     Args, returns, raises: as for `ring_attention`.
@@ -109,7 +108,7 @@ def positions(length: int, *, axis: str = CONTEXT, order: Order = "contiguous") 
     return (starts[:, None] + jnp.arange(length // num)).reshape(length).astype(jnp.int32)
 
 
-def zigzag(tree: T, num: int, *, dim: int = 1, inverse: bool = False) -> T:
+def zigzag(tree: Any, num: int, *, dim: int = 1, inverse: bool = False) -> Any:
     """Arranges complete sequences so that, cut into `num` parts, each device gets parts i and 2 num - 1 - i of 2 num.
 
     Then causal attention takes all devices equally long. Call it on the batch before `shard_batch`; make next tokens
@@ -166,14 +165,14 @@ def _attention(
     size = collectives.axis_size(axis)
     num = _num_parts(order) if size > 1 and causal else 1  # else the order of positions does not matter
     how = Blocks(axis, size, causal, num, float(q.shape[-1] ** -0.5 if scale is None else scale), gathers)
-    given = [x for x in (q, k, v, segment_ids) if x is not None]
-    axes = tuple({*([axis] if size > 1 else []), *(name for x in given for name in collectives.varying(x))})
-    if not collectives.manual_axes() or (size > 1 and not collectives.types_are_checked(axis)):
-        axes = ()
-    q, k, v = (collectives.vary(x, axes) for x in (q, k, v))
-    if segment_ids is not None:
-        segment_ids = collectives.vary(segment_ids, axes)
+    q, k, v, segment_ids = _varied(axis, q, k, v, segment_ids)
     return score_blocks.attention(how, collectives.part_of_rows(q, axis), k, v, segment_ids)
+
+
+def _varied(axis: str, *arrays: jax.Array | None) -> Any:
+    """The arrays with types that vary over the same axes, so that loops keep them; a gradient is then summed once."""
+    axes = frozenset().union(*(collectives.varying(x) for x in arrays if x is not None))
+    return [x if x is None else collectives.vary(x, sorted(axes)) for x in arrays]
 
 
 # Checks.
@@ -184,8 +183,8 @@ def _check_shapes(who: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_id
     fits = fits and q.shape[3] == k.shape[3] and k.shape[2] == v.shape[2] and q.shape[2] % max(k.shape[2], 1) == 0
     if not fits:
         raise ValueError(
-            f"{who}: q {q.shape}, k {k.shape}, v {v.shape} must be (B, L, H, D), (B, L, K, D) and (B, L, K, E), where K "
-            "divides H"
+            f"{who}: q {q.shape}, k {k.shape}, v {v.shape} must be (B, L, H, D), (B, L, K, D) and (B, L, K, E), where "
+            "K divides H"
         )
     if segment_ids is None:
         return
@@ -201,8 +200,8 @@ def _check_order(who: str, length: int, axis: str, order: Order) -> None:
         raise ValueError(f'{who}: order {order!r:.80} must be "contiguous" or "zigzag"')
     if order == "zigzag" and length % 2 and collectives.axis_size(axis) > 1:
         raise ValueError(
-            f'{who}: with order="zigzag" each device has two parts of equal length, and here {length} positions: pad the '
-            f"sequences to a multiple of {2 * collectives.axis_size(axis)}"
+            f'{who}: with order="zigzag" each device has two parts of equal length, and here {length} positions: pad '
+            f"the sequences to a multiple of {2 * collectives.axis_size(axis)}"
         )
 
 
@@ -216,4 +215,3 @@ def _check_cut(who: str, axis: str, **named: jax.Array) -> None:
                 f"{who}: {name} of shape {x.shape} is the same on all devices of {axis!r}, but must be each device's "
                 f"own positions: cut the batch over {axis!r} (batch_specs=, or in_specs of your shard_map)"
             )
-

@@ -16,7 +16,6 @@ from jax import lax
 
 from jaxshard import collectives
 from jaxshard.base.tree import sum_dtype
-from jaxshard.base.types import T
 
 Index: TypeAlias = jax.Array | int
 
@@ -92,7 +91,7 @@ def attention(how: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids
     if segment_ids is not None:  # all devices': they are few bytes
         segment_ids = segment_ids.reshape(rows, how.num, -1).swapaxes(0, 1)[None]
         segment_ids = lax.all_gather(segment_ids, how.axis, tiled=True) if how.size > 1 else segment_ids
-    out = _attended(how, q, kv, segment_ids)
+    out: jax.Array = _attended(how, q, kv, segment_ids)
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length, -1, out.shape[-1])
 
 
@@ -144,7 +143,7 @@ _attended.defvjp(_forward, _backward)
 # Which blocks a device computes.
 
 
-def visit_own(how: Blocks, visit: Visit, carry: T, kv: jax.Array) -> T:
+def visit_own(how: Blocks, visit: Visit, carry: Any, kv: jax.Array) -> Any:
     """`carry` after the queries have met this device's own keys. Each then has seen a key: itself."""
     owner = how.owner(0)
     for part in range(how.num):
@@ -152,7 +151,7 @@ def visit_own(how: Blocks, visit: Visit, carry: T, kv: jax.Array) -> T:
     return visit(carry, kv, owner, Pair(1, 0)) if how.num == 2 else carry
 
 
-def visit_others(how: Blocks, visit: Visit, carry: T, kv: jax.Array, owner: jax.Array) -> T:
+def visit_others(how: Blocks, visit: Visit, carry: Any, kv: jax.Array, owner: Index) -> Any:
     """`carry` after the queries have met another device's keys.
 
     In zigzag order the second part of the queries is later than the first part of the keys, and of the other two pairs
@@ -163,7 +162,7 @@ def visit_others(how: Blocks, visit: Visit, carry: T, kv: jax.Array, owner: jax.
     mine = lax.axis_index(how.axis)
     if how.num == 1:
         return lax.cond(owner < mine, lambda carry: visit(carry, kv, owner, Pair(0, 0)), lambda carry: carry, carry)
-    later = (owner > mine).astype(jnp.int32)
+    later = jnp.where(owner > mine, 1, 0)
     return visit(visit(carry, kv, owner, Pair(1, 0)), kv, owner, Pair(later, later))
 
 
@@ -219,7 +218,7 @@ def _backward_in_ring(how: Blocks, visit: Visit, grads: Grads, kv: jax.Array) ->
     return Grads(of_queries, grads.kv + how.shifted(of_kv))
 
 
-def _in_steps(how: Blocks, step: Callable[[T, Index, Place], T], state: T) -> T:
+def _in_steps(how: Blocks, step: Callable[[Any, Index, Place], Any], state: Any) -> Any:
     """`state` after the steps from 1 to C - 1; all but the first and the last are a loop."""
     last = how.size - 1
     state = step(state, 1, Place(is_first=True, is_last=last == 1))
