@@ -181,7 +181,7 @@ class LossFunction:
             return global_loss.plan(options, plans, *inputs)
         body = self._on_devices(lambda *xs: DeviceLoss(options, plans, *xs).plan(), P(), options)
         plan = jax.eval_shape(body, *inputs)
-        arguments.check_parts(plan.program.axes, plan.program.axes_of_parts, batch, options)
+        arguments.check_parts(plan.program.axes, plan.program.axes_of_parts, batch, self.options)
         return plan
 
     def _on_devices(self, body: Callable[..., Tree], out_specs: Tree, options: LossOptions) -> Callable[..., Tree]:
