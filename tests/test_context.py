@@ -2,12 +2,18 @@
 
 import functools
 import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_once import fast_environment
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from oracle import assert_close, one_device
@@ -301,6 +307,64 @@ def test_a_device_has_keys_of_its_own():
     found = jaxshard.evaluate(drawn, opt, batch_specs=CUT)({"w": jnp.ones((8, 8))}, np.ones((4, 16), "f"), key)
     want = [jax.random.uniform(jax.random.fold_in(key, i), (2, 4)).mean() for i in range(8)]
     np.testing.assert_allclose(found, np.mean(want), rtol=1e-6)
+
+
+# Two processes, four devices each.
+
+
+def one_of_two_processes():
+    """What each process runs: the losses of two meshes, whose context axis lies in a process, and over both."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jaxshard.initialize(initialization_timeout=60)
+    devices, batch, mine = np.array(jax.devices()).reshape(2, 4), batch_of(), jax.process_index()
+    rows = {name: x[2 * mine :][:2] for name, x in batch.items()}
+    parts = {name: x[:, 16 * mine :][:, :16] if x.ndim > 1 else x for name, x in batch.items()}
+    for here, mesh in ((rows, Mesh(devices, AXES)), (parts, Mesh(devices.T, AXES))):
+        opt = jaxshard.zero3(optax.sgd(0.5), mesh, data_axes=AXES, min_shard_size=1)
+        params, state = opt.place(params_of("f")), opt.init(params_of("f"))
+        step = jaxshard.train_step(mean_loss(tensor.ring_attention), opt, batch_specs=SPECS)
+        given = jaxshard.shard_batch(here, opt, SPECS)
+        assert given["tokens"].shape == (ROWS, LENGTH)
+        for _ in range(2):
+            params, state, metrics = step(params, state, given)
+        print("loss", float(metrics["loss"]))
+    opt, odd = make((2, 4)), {name: x[:, :30] if x.ndim > 1 else x for name, x in rows.items()}
+    with pytest.raises(
+        ValueError, match=r"dim 1 of each of 2 processes must be divisible by 4 \(4 devices over context"
+    ):
+        jaxshard.shard_batch(odd, opt, SPECS)
+
+
+def test_each_process_gives_its_own_part():
+    children = two_processes("import test_context; test_context.one_of_two_processes()")
+    _, _, losses = one_device(mean_loss(plain_attention), optax.sgd(0.5), params_of("f"), [batch_of()] * 2)
+    for text in children:
+        found = [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss")]
+        np.testing.assert_allclose(found, [losses[1]] * 2, rtol=1e-5)
+
+
+def two_processes(code):
+    """What two processes print that run the code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    tests = pathlib.Path(__file__).parent
+    environment = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}", "JAX_NUM_PROCESSES": "2"}
+    environment |= {"JAX_COORDINATOR_ADDRESS": address}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    children = [
+        subprocess.Popen(command, env=fast_environment(**environment, JAX_PROCESS_ID=str(i)), **options) for i in (0, 1)
+    ]
+    try:
+        texts = [child.communicate(timeout=240)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert [child.returncode for child in children] == [0, 0], "\n\n".join(text[-3000:] for text in texts)
+    return texts
 
 
 # Results per row, and the check.
