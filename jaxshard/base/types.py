@@ -26,6 +26,7 @@ Tree: TypeAlias = Any
 TreeDef: TypeAlias = Any  # `jax.tree.structure` of a tree
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 REPLICA_AXIS = "replica"  # the mesh axis that copies of the params and state lie along
+CUT_ALONG = "jaxshard.cut along "  # a mark's name (`checkpoint_name`), before the axis that cuts the marked rows
 DType: TypeAlias = jax.typing.DTypeLike
 Scalar: TypeAlias = jax.Array | int | bool  # a number, traced or not
 AxisSizes: TypeAlias = Mapping[str, int]
@@ -48,8 +49,7 @@ class Metrics(TypedDict):
     """Whether params and state stayed as they were, bit for bit."""
 
     bad_leaf: jax.Array
-    """The index, in `jax.tree.leaves((params, state))` without frozen params, of the first leaf whose gradient or new
-    value is not finite; -1 if all are finite."""
+    """The index in `jax.tree.leaves((params, state))`, frozen params left out, of the first not finite leaf; or -1."""
 
     loss_scale: NotRequired[jax.Array]
     """The scale of this step, if the optimizer uses loss scaling."""

@@ -14,14 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
 from jaxshard.base.tree import is_key
-from jaxshard.base.types import Dims, Names, T, Tree, beyond, num_along
+from jaxshard.base.types import CUT_ALONG, Dims, Names, T, Tree, beyond, num_along
 from jaxshard.base.types import varying as varying
 from jaxshard.collectives import blocks
+
+
+def part_of_rows(x: jax.Array, axis: str) -> jax.Array:
+    """`x` with a mark, which vanishes in lowering: it is a part of rows that are cut along a mesh axis."""
+    return checkpoint_name(x, f"{CUT_ALONG}{axis}") if axis in manual_axes() else x
 
 
 def gather(x: jax.Array, dims: Dims, *, invarying: bool = False) -> jax.Array:

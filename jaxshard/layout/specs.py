@@ -1,4 +1,4 @@
-"""PartitionSpecs: how the model's own axes shard the params, as the user gives them."""
+"""PartitionSpecs as the user gives them: how the model's own axes shard the params, and how a batch is cut."""
 
 import difflib
 import math
@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import first_rules, named_leaves, names_of, path_of
-from jaxshard.base.types import AxisSizes, Names, T, Tree, axes_in, canonical
+from jaxshard.base.types import AnyMesh, AxisSizes, Names, T, Tree, TreeDef, axes_in, axes_of, canonical, num_along
 from jaxshard.layout.options import Config, Rules
 from jaxshard.system.text import nearest
 
@@ -39,7 +41,7 @@ def model_specs(config: Config, params: Tree, sizes: AxisSizes) -> ModelSpecs:
         specs, unused = _by_rule(config.specs, names)
     else:
         absent = "the parameter {} is missing; add a PartitionSpec for it"
-        specs, unused = by_tree("specs", _given(config.specs), names, absent)
+        specs, unused = by_tree("specs", _given("specs", config.specs), names, absent)
     for (names, leaf), spec in zip(leaves, specs, strict=True):
         _check_spec(path_of(names), tuple(leaf.shape), spec, sizes, config)
     return ModelSpecs([canonical(spec) for spec in specs], unused)
@@ -63,7 +65,7 @@ def _by_rule(rules: Rules, leaves: list[Names]) -> tuple[list[P], str]:
     return by_rules("specs", rules, leaves, P())
 
 
-def _given(specs: Tree) -> dict[Names, P]:
+def _given(what: str, specs: Tree) -> dict[Names, P]:
     """Key path -> spec, for a tree of PartitionSpecs; so boxes and metadata do not matter."""
 
     def is_spec(x: object) -> bool:
@@ -73,11 +75,15 @@ def _given(specs: Tree) -> dict[Names, P]:
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
         if not is_spec(spec):
             raise TypeError(
-                f"specs: {path_of(names_of(path))} is a {type(spec).__name__}; give a PartitionSpec, or rules "
-                "[(regex, PartitionSpec), ...]"
+                f"{what}: {_whose(names_of(path))} is a {type(spec).__name__}; give a PartitionSpec"
+                f"{', or rules [(regex, PartitionSpec), ...]' if what == 'specs' else ''}"
             )
         given[names_of(path)] = spec if isinstance(spec, P) else P()
     return given
+
+
+def _whose(names: Names) -> str:
+    return path_of(names) if names else "the value"
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: AxisSizes, config: Config) -> None:
@@ -125,3 +131,99 @@ def by_tree(what: str, given: Mapping[Names, T], leaves: Sequence[Names], absent
     extra = next((names for names in given if names not in places), None)
     wrong = "" if extra is None else f"{what}: {path_of(extra)} is not a parameter; leave it out, or correct its path"
     return [given[place] for place in places if place is not None], wrong
+
+
+# Batches.
+
+
+class BatchCut:
+    """How the leaves of a batch are cut: along the rows by all axes that split a batch, or as `batch_specs` say.
+
+    Attributes:
+      row_axes: the axes that cut the first dim, the rows.
+      other_axes: those larger than 1 that cut other dims: sequences, say.
+      num_row_parts: the number of parts of the rows.
+    """
+
+    def __init__(self, what: str, specs: Tree, mesh: AnyMesh, axes: Names):
+        """`specs`: a PartitionSpec, a tree of them, a prefix of the batch, or None. `what` names them in errors.
+
+        Raises:
+          TypeError: a leaf of the specs is not a PartitionSpec.
+          ValueError: one names an axis that does not split the batch, or twice; the first entries differ; or no leaf is
+            cut along an axis that splits the batch.
+        """
+        self._what, self._mesh, self._sizes = what, mesh, dict(mesh.shape)
+        given = {(): P(axes)} if specs is None else _given(what, specs)
+        self._given = {names: canonical(spec) for names, spec in given.items()}
+        self._shardings = dict[TreeDef, list[NamedSharding]]()
+        for names, spec in self._given.items():
+            self._check_names(_whose(names), spec, axes)
+        by_rows = [axes_in(spec[0]) if len(spec) else () for spec in self._given.values()]
+        others = {axis for spec in self._given.values() for axis in axes_of(P(*spec[1:]))}
+        self.row_axes = by_rows[0] if by_rows else ()
+        self.other_axes = tuple(axis for axis in axes if axis in others and self._sizes[axis] > 1)
+        self.num_row_parts = num_along(self.row_axes, self._sizes)
+        if len(set(by_rows)) > 1:
+            raise ValueError(
+                f"{what}: the first entries differ, {sorted(set(by_rows))}, so a device would get different rows of "
+                "different leaves; give every spec the same first entry"
+            )
+        idle = [axis for axis in axes if self._sizes[axis] > 1 and axis not in {*self.row_axes, *others}]
+        if idle:
+            raise ValueError(
+                f"{what}: no leaf is cut along {idle}, so the devices along it would compute the same; the optimizer "
+                f"splits a batch over {axes}: name each of them in a dim of some leaf, as in {P(axes[0], idle[0])}"
+            )
+
+    def _check_names(self, path: str, spec: P, axes: Names) -> None:
+        used = [axis for entry in spec for axis in axes_in(entry)]
+        for axis in used:
+            if axis not in axes:
+                raise ValueError(
+                    f"{self._what}: {path} has {spec}, and {axis!r} is not an axis that splits the batch: these are "
+                    f"{axes}{nearest(str(axis), axes)}; name it in data_axes= of the optimizer, or leave it out"
+                )
+        if len(set(used)) < len(used):
+            raise ValueError(f"{self._what}: {path} has {spec}, which uses an axis twice; use each axis once")
+
+    def specs(self, batch: Tree) -> list[P]:
+        """The PartitionSpec of each leaf.
+
+        Raises:
+          ValueError: a leaf has no spec, or a spec no leaf.
+        """
+        if () in self._given:
+            return [self._given[()]] * len(jax.tree.leaves(batch))
+        names = [names for names, _ in named_leaves(batch)]
+        found, wrong = by_tree(self._what, self._given, names, "the leaf {} is missing; add a PartitionSpec for it")
+        if wrong:
+            raise ValueError(wrong.replace("a parameter", "a leaf of the batch"))
+        return found
+
+    def tree(self, batch: Tree) -> Tree:
+        """The PartitionSpecs as a tree like the batch."""
+        return jax.tree.unflatten(jax.tree.structure(batch), self.specs(batch))
+
+    def shardings(self, batch: Tree) -> Tree:
+        """The same as `NamedSharding`s."""
+        treedef = jax.tree.structure(batch)
+        if treedef not in self._shardings:
+            self._shardings[treedef] = [NamedSharding(self._mesh, spec) for spec in self.specs(batch)]  # pyright: ignore
+        return jax.tree.unflatten(treedef, self._shardings[treedef])
+
+    def named(self, batch: Tree) -> list[tuple[Names, Tree, P]]:
+        """(path, leaf, spec) of each leaf.
+
+        Raises:
+          ValueError: a spec has more entries than its leaf has dims.
+        """
+        each = zip(named_leaves(batch), self.specs(batch), strict=True)
+        found = [(names, leaf, spec) for (names, leaf), spec in each]
+        for names, leaf, spec in found:
+            if len(spec) > max(np.ndim(leaf), 1):
+                raise ValueError(
+                    f"{self._what}: {path_of(names)} has shape {np.shape(leaf)}, and is to be cut by {spec}: give this "
+                    f"leaf a spec of its own, as in {{{(names or ('x',))[-1]!r}: {P(spec[0])}, ...}}"
+                )
+        return found

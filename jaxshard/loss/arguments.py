@@ -1,6 +1,7 @@
 """The arguments of a loss: a batch, whose rows are split, and further arguments, which every device gets in full."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, get_args
 
@@ -9,8 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxshard.base.tree import is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import AnyMesh, Tree, is_whole, processes_of
+from jaxshard.base.types import AnyMesh, Tree, axes_in, is_whole, num_along, processes_of
 from jaxshard.layout.checks import check_flag
+from jaxshard.layout.specs import BatchCut
 from jaxshard.mesh import check_context, platform_of
 from jaxshard.optimizer.sharding import Setup
 
@@ -36,6 +38,12 @@ class LossOptions:
     per_row: bool = False  # all of aux has the batch's rows (`predict`)
     loss_view: View = "auto"
     donate: bool | None = True  # whether the step around it takes over params and state; None: see `donates`
+    batch_specs: Tree = None  # how the batch is cut; None: by rows over all axes that split it
+
+    @functools.cached_property
+    def cut(self) -> BatchCut:
+        """How the batch is cut."""
+        return BatchCut("batch_specs", self.batch_specs, self.setup.mesh, self.setup.batch_axes)
 
     @property
     def facts(self) -> dict[str, object]:
@@ -68,8 +76,8 @@ class LossOptions:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of the batch that the loss sees one by one."""
-        return self.microbatches * (1 if self.loss_view == "global" else self.setup.num_batch_shards)
+        """The number of parts of the rows that the loss sees one by one."""
+        return self.microbatches * (1 if self.loss_view == "global" else self.cut.num_row_parts)
 
     @property
     def checked(self) -> bool:
@@ -94,6 +102,12 @@ def check_options(who: str, options: LossOptions) -> None:
         raise ValueError(f'{who}: loss_view {options.loss_view!r:.80} must be "auto", "local" or "global"')
     if not is_whole(options.microbatches, 1):
         raise ValueError(f"{who}: microbatches {options.microbatches!r} must be an integer, 1 or more")
+    cut = BatchCut(f"{who}: batch_specs", options.batch_specs, options.setup.mesh, options.setup.batch_axes)
+    if cut.other_axes and options.loss_view == "global":
+        raise ValueError(
+            f'{who}: loss_view="global" shows the loss complete rows, but batch_specs cuts them over {cut.other_axes}: '
+            "leave one of the two out"
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -117,8 +131,8 @@ def whole(tree: Tree) -> Whole:
 
 
 def check_batch(batch: Tree, options: LossOptions) -> None:
-    """Raises a ValueError, which names the leaf, if rows do not divide, or leaves differ in their number of rows."""
-    shards, m = options.setup.num_batch_shards, options.microbatches
+    """Raises a ValueError, which names the leaf, if a dim does not divide, or leaves differ in their number of rows."""
+    shards, m = options.cut.num_row_parts, options.microbatches
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("batch: it has no leaves; give at least one array of (rows, ...)")
@@ -142,6 +156,51 @@ def check_batch(batch: Tree, options: LossOptions) -> None:
                 "would be paired: give every leaf the same first dim (several items of one row as a second dim), or "
                 "pass values without rows as further arguments"
             )
+    if options.batch_specs is not None:
+        _check_other_dims(batch, options)
+
+
+def _check_other_dims(batch: Tree, options: LossOptions) -> None:
+    for names, leaf, spec in options.cut.named(batch):
+        for dim, entry in enumerate(spec[1:], 1):
+            parts, size = num_along(axes_in(entry), options.setup.sizes), np.shape(leaf)[dim]
+            if size % parts or size == 0:
+                raise ValueError(
+                    f"batch: {path_of(names)} has shape {np.shape(leaf)}; its dim {dim} must be divisible by {parts} "
+                    f"devices over {entry!r}: pad it to {-(-max(size, 1) // parts) * parts}, and let what is padded "
+                    "have no weight (weighted=True)"
+                )
+
+
+def check_parts(named: set[str], cut_along: set[str], batch: Tree, options: LossOptions) -> None:
+    """Checks that a loss and `batch_specs` agree on how rows are cut.
+
+    Args:
+      named: the mesh axes that the loss names.
+      cut_along: those along which its attention takes rows to be cut.
+
+    Raises:
+      PartsError: the attention takes rows to be cut along an axis that splits the batch by rows; or the loss does not
+        name an axis that cuts another dim, and `loss_view` does not say that this is meant.
+    """
+    wrong = sorted(cut_along & {*options.setup.split_axes} - {*options.cut.other_axes})
+    if wrong:
+        raise PartsError(
+            f"loss_fn: its attention takes each row to be cut over {wrong[0]!r}, which splits the batch by rows: "
+            f"give batch_specs=P(..., {wrong[0]!r}), and shard_batch the same specs; or, for complete rows on each "
+            "device, give the attention the name of another axis"
+        )
+    for names, leaf, spec in options.cut.named(batch) if options.loss_view == "auto" else ():
+        for dim, entry in enumerate(spec[1:], 1):
+            missing = sorted({axis for axis in axes_in(entry) if options.setup.sizes[axis] > 1} - named)
+            if missing:
+                raise PartsError(
+                    f"loss_fn: batch leaf {path_of(names)} of shape {np.shape(leaf)} is cut along dim {dim} over the "
+                    f"mesh axes {missing}, which the loss does not name, so each device would take its part for the "
+                    "whole. Name them where parts meet, as in jaxshard.tensor.ring_attention(q, k, v, "
+                    f"axis={missing[0]!r}) or jax.lax.psum(x, {missing[0]!r}); or, if the loss is a mean over all that "
+                    'is cut, pass loss_view="local"; or leave the axis out of batch_specs'
+                )
 
 
 def check_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -> None:
@@ -154,7 +213,7 @@ def check_arguments(args: tuple[Tree, ...], batch: Tree, options: LossOptions) -
     check_context("the loss", options.setup.mesh)
     for i, arg in enumerate(args):
         _check_leaves(i, arg)
-    is_split = options.setup.num_batch_shards * options.microbatches > 1
+    is_split = options.cut.num_row_parts * options.microbatches > 1
     if options.is_meant and is_split and (text := like_rows(args, batch)):
         raise ValueError(text)
 

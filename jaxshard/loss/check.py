@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxshard import platforms
 from jaxshard.base.tree import named_leaves, path_of, sum_dtype
@@ -46,6 +45,7 @@ def check(
     has_aux: bool = False,
     microbatches: int = 1,
     weighted: bool = False,
+    batch_specs: Tree = None,
     raises: bool = False,
 ) -> LossReport:
     """Tests numerically whether a loss is a mean of independent rows, which data parallelism may average.
@@ -55,7 +55,7 @@ def check(
     on one device, if the program fits there. Before that last test, every array stays sharded as in training.
 
     Args:
-      loss_fn, opt, has_aux, microbatches, weighted: as for `value_and_grad`.
+      loss_fn, opt, has_aux, microbatches, weighted, batch_specs: as for `value_and_grad`.
       params: placed on the mesh, or not yet.
       batch: a tree of (rows, ...), of the size used in training.
       *args: further arguments of the loss. Random numbers hide errors: turn dropout off.
@@ -69,7 +69,7 @@ def check(
     """
     setup = setup_of(opt, "check", loss_fn)
     options = LossOptions(
-        loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, differentiate=True, loss_view="local"
+        loss_fn, setup, has_aux, microbatches, weighted, fold_keys=True, loss_view="local", batch_specs=batch_specs
     )
     check_options("check", options)
     report = _Comparison(options, params, batch, args).report()
@@ -85,15 +85,14 @@ class _Comparison:
         setup = options.setup
         self.options, self.params, self.args = options, params, args
         self.program = LossFunction(self.options).plan(params, batch, *args).program
-        sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
-        self.batch = jax.tree.map(lambda x: global_view.lying_at(x, sharding), batch)
-        rows = jax.tree.map(lambda _: sharding.spec, batch)
+        rows, shardings = options.cut.tree(batch), options.cut.shardings(batch)
+        self.batch = jax.tree.map(global_view.lying_at, batch, shardings)
 
         def dealt(batch: Tree, *how: Any) -> Tree:
             return global_view.globally(lambda batch: _dealt(batch, *how), setup.mesh, rows)(batch)
 
-        self._jitted = jax.jit(dealt, static_argnums=(1, 2, 3), out_shardings=sharding)
-        self.parts = setup.num_batch_shards * options.microbatches
+        self._jitted = jax.jit(dealt, static_argnums=(1, 2, 3), out_shardings=shardings)
+        self.parts = options.num_parts
         self.rows = jax.tree.leaves(batch)[0].shape[0] // self.parts // self.program.verdict.group
         self.loss, self.grads = self._of(self.options, self.batch)
 
@@ -116,7 +115,8 @@ class _Comparison:
         causes: tuple[str, ...] = ()
         if wrong:
             problem = self.program.verdict.problem
-            causes = _causes(wrong, differences, tolerance, problem, self._is_random(tolerance))
+            has_parts, is_random = bool(self.options.cut.other_axes), self._is_random(tolerance)
+            causes = _causes(wrong, differences, tolerance, problem, is_random, has_parts)
         return LossReport(not wrong, float(self.loss), differences, tolerance, causes, tuple(notes))
 
     def _ways(self, notes: list[str]) -> dict[str, LossDifference]:
@@ -129,7 +129,7 @@ class _Comparison:
             found[_WITHIN] = self._difference(*self._of(options, self._dealt(_WITHIN)))
         if self.parts > 1:
             found[_ACROSS] = self._difference(*self._of(options, self._dealt(_ACROSS)))
-        if axes_named(self.program.jaxpr) & set(options.setup.split_axes):
+        if axes_named(self.program.jaxpr) & set(options.setup.split_axes) - set(options.cut.other_axes):
             return found  # a loss with collectives may depend on the number of rows: the number of negatives
         failed = ""
         for way in (_PARTS, _TWICE)[self.rows % 2 :]:
@@ -247,7 +247,12 @@ def _coarsest_rounding(jaxpr: Jaxpr, platform: Platform) -> float:
 
 
 def _causes(
-    wrong: Sequence[str], differences: Mapping[str, LossDifference], tolerance: float, problem: str, is_random: bool
+    wrong: Sequence[str],
+    differences: Mapping[str, LossDifference],
+    tolerance: float,
+    problem: str,
+    is_random: bool,
+    has_parts: bool,
 ) -> tuple[str, ...]:
     """The likely causes, the likeliest first."""
     found: list[str] = []
@@ -264,7 +269,12 @@ def _causes(
     elif _WITHIN in wrong:
         found.append("a row's position in the batch matters: put what differs from row to row into the batch as a leaf")
     elif wrong == [_ALONE]:
-        found.append("the loss uses the number of devices, or has a collective that counts rows twice")
+        found.append(
+            "the loss takes parts of rows for complete ones; or the batch is in zigzag order, which one device takes "
+            'for the usual one: check with order="contiguous"'
+            if has_parts
+            else "the loss uses the number of devices, or has a collective that counts rows twice"
+        )
     elif all(each.loss <= tolerance for each in differences.values()):
         found.append("only gradients differ: check stop_gradient and custom derivatives")
     return tuple(

@@ -7,14 +7,13 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, is_staged, is_traced
 from jaxshard.base.types import AxisTypeError, T, Tree, axes_of, without
 from jaxshard.collectives import global_view
 from jaxshard.layout.layout import Layout
-from jaxshard.loss import advice, global_loss
+from jaxshard.loss import advice, arguments, global_loss
 from jaxshard.loss.arguments import LossOptions, PartsError, View, check_arguments, check_batch, check_global, like_rows
 from jaxshard.loss.loss_report import Price
 from jaxshard.loss.params.leaf_plan import before_the_trace
@@ -57,7 +56,8 @@ class LossFunction:
     def compiler_options(self) -> dict[str, Value]:
         """The XLA options that it is compiled with; pass them to your own `jax.jit` around it."""
         cuts = self.setup.config.cuts
-        kind = StepKind(cuts.params, cuts.state, self.options.checked, self.options.donates)
+        loops = self.options.checked or bool(self.options.cut.other_axes)  # loops may contain collectives
+        kind = StepKind(cuts.params, cuts.state, loops, self.options.donates)
         return compilers.ours(self.setup.mesh, kind)
 
     @checks_names
@@ -73,8 +73,7 @@ class LossFunction:
         check_alive("argument", args)
         check_global(batch, setup.mesh)
         params = global_view.laid_out(params, shardings)
-        rows = NamedSharding(setup.mesh, P(setup.batch_axes))
-        batch = jax.tree.map(lambda x: global_view.lying_at(x, rows), batch)
+        batch = jax.tree.map(global_view.lying_at, batch, self.options.cut.shardings(batch))
         return self._jitted(params, batch, *within_reach(setup, args))
 
     def _differentiable(self, params: Tree, batch: Tree, *args: Tree) -> Tree:
@@ -120,6 +119,10 @@ class LossFunction:
         """The plan in the view that is asked for; by default in the global one where the local one would be wrong."""
         if (view := self.options.loss_view) == "global":
             return self._plan_globally(inputs)
+        if self.options.cut.other_axes:
+            plan = self._plan_in("local", *inputs)
+            constraint = global_loss.constraint_in(plan)
+            return self._plan_constrained(constraint, inputs) if constraint else plan
         try:
             plan = self._plan_in("local", *inputs)
         except Exception as error:  # of any type: users' code, on fewer rows than it may have been written for
@@ -177,7 +180,9 @@ class LossFunction:
         if view == "global":
             return global_loss.plan(options, plans, *inputs)
         body = self._on_devices(lambda *xs: DeviceLoss(options, plans, *xs).plan(), P(), options)
-        return jax.eval_shape(body, *inputs)
+        plan = jax.eval_shape(body, *inputs)
+        arguments.check_parts(plan.program.axes, plan.program.axes_of_parts, batch, self.options)
+        return plan
 
     def _on_devices(self, body: Callable[..., Tree], out_specs: Tree, options: LossOptions) -> Callable[..., Tree]:
         """`body(params, batch, args, scale)` on each device, with its parts of the params and the batch."""
@@ -185,13 +190,13 @@ class LossFunction:
 
         def everywhere(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
             param_specs = self._without_single(setup.layout(params).param_specs)
-            batch_spec = self._without_single(P(setup.batch_axes))
+            batch_specs = self._without_single(self.options.cut.tree(batch))
             params = global_view.at(params, setup.mesh, param_specs)
-            batch = global_view.at(batch, setup.mesh, jax.tree.map(lambda _: batch_spec, batch))
+            batch = global_view.at(batch, setup.mesh, batch_specs)
             return global_view.shard_map(
                 body,
                 mesh=setup.mesh,
-                in_specs=(jax.tree.map(lambda s: without(s, auto), param_specs), batch_spec, P(), P()),
+                in_specs=(jax.tree.map(lambda s: without(s, auto), param_specs), batch_specs, P(), P()),
                 out_specs=out_specs,
                 axis_names=set(setup.mesh.axis_names) - set(auto),
                 check_vma=options.checked,
@@ -230,7 +235,7 @@ class LossFunction:
         def body(params: Tree, batch: Tree, args: tuple[Tree, ...], scale: Scale) -> Tree:
             return DeviceLoss(options, plan.leaves, params, batch, args, scale).run(plan.program)
 
-        out_specs = (P(), self._without_single(P(setup.batch_axes)), of_grads)
+        out_specs = (P(), self._without_single(P(self.options.cut.row_axes)), of_grads)
         values, rows, grads = self._on_devices(body, out_specs, options)(params, batch, args, scale)
         if not self.options.is_meant:
             global_loss.warn_if_wrong(plan)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of, sum_dtype, unflatten, without_boxes
-from jaxshard.base.types import Jaxpr, Names, Tree, TreeDef
+from jaxshard.base.types import CUT_ALONG, Jaxpr, Names, Tree, TreeDef, axes_of
 from jaxshard.loss.arguments import LossOptions, like_rows
-from jaxshard.loss.loss_report import explained, form_of, noted
+from jaxshard.loss.loss_report import explained, form_of, no_rows, noted, parts_of_rows
 from jaxshard.loss.params import unshard
 from jaxshard.loss.params.unshard import Scale
-from jaxshard.programs.jaxprs import axes_named, core, equations, open_jaxpr
-from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS
+from jaxshard.programs.jaxprs import axes_named, equations, with_backward_pass
+from jaxshard.programs.primitives import OWN_BACKWARD, READS_KEYS, mark_of
 from jaxshard.programs.questions import depends, reaches, varies_smoothly
 from jaxshard.programs.rows.microbatches import Found, recording
 from jaxshard.programs.rows.verdict import Question, Verdict, judge
@@ -46,6 +46,12 @@ class Program:
     def axes(self) -> set[str]:
         """The mesh axes that the loss names."""
         return axes_named(self.jaxpr)
+
+    @property
+    def axes_of_parts(self) -> set[str]:
+        """The mesh axes along which the loss takes rows to be cut."""
+        marks = map(mark_of, equations(self.jaxpr))
+        return {mark.removeprefix(CUT_ALONG) for mark in marks if mark.startswith(CUT_ALONG)}
 
     @property
     def roles_of_args(self) -> list[str]:
@@ -104,9 +110,8 @@ class Program:
             leaves = [_joined(x, each, gone, options) for x, each in zip(whole, cut, strict=True)]
             params = unflatten(treedef, leaves)
             run = functools.partial(flat, parts=parts)
-            return jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)(
-                params, batch_of_rows, args, scale
-            )
+            traced = jax.make_jaxpr(run, axis_env=[(axis, 1) for axis in gone] or None)
+            return traced(params, batch_of_rows, args, scale)
 
         read = _read_as_keys(jaxpr, [role == "raw key" for role in roles])
         roles = ["other" if x == "raw key" and not is_read else x for x, is_read in zip(roles, read, strict=True)]
@@ -114,6 +119,7 @@ class Program:
         program = cls(jaxpr, jax.tree.structure(shapes), verdict, tuple(roles))
         if options.num_parts > 1 or options.loss_view != "global":
             _check_aux(program, shapes, options)
+            _check_rows_of_aux(program, shapes, batch, options)
         elif options.per_row:
             _check_outputs(shapes, jax.tree.leaves(batch)[0].shape[0])
         return program
@@ -124,19 +130,8 @@ def _read_as_keys(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     if not any(inputs):
         return [False] * len(inputs)
     if any(eqn.primitive.name in OWN_BACKWARD for eqn in equations(jaxpr)):
-        jaxpr = _with_backward_pass(jaxpr)
+        jaxpr = with_backward_pass(jaxpr)
     return reaches(jaxpr, READS_KEYS, inputs)
-
-
-def _with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
-    """A program that returns the outputs, and their gradients with respect to all inputs."""
-    run = core().jaxpr_as_fun(jaxpr)
-
-    def gradients(*values: jax.Array) -> list[jax.Array]:
-        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
-        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
-
-    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
 
 
 def _roles_of(args: tuple[Tree, ...], options: LossOptions) -> list[str]:
@@ -160,7 +155,7 @@ def _verdict(
 ) -> Verdict:
     """The verdict on the loss's rows; `has_parts`: parts of it run in microbatches of their own."""
     setup, is_global = options.setup, options.loss_view == "global"
-    if (alone := is_global or setup.num_batch_shards == 1) and not (options.has_aux or has_parts):
+    if (alone := is_global or options.cut.num_row_parts == 1) and not (options.has_aux or has_parts):
         return Verdict(alone=True)
     question = Question(
         trace=trace,
@@ -170,7 +165,7 @@ def _verdict(
         weighted=options.weighted,
         per_row=options.per_row,
         differentiated=options.differentiate,
-        split={} if is_global else {axis: setup.sizes[axis] for axis in setup.split_axes},
+        split={} if is_global else {axis: n for axis in options.cut.row_axes if (n := setup.sizes[axis]) > 1},
         parts=_num_compared(options),
         cut=[*cut, *[{}] * (len(roles) - len(cut))] if any(cut) else (),
     )
@@ -192,7 +187,7 @@ def _joined(x: Tree, cut: Mapping[str, int], gone: Names, options: LossOptions) 
 
 def _num_compared(options: LossOptions) -> int:
     """The number of devices that the rows are split over, in a proof; of two, aux shows where it has rows."""
-    return 2 if options.loss_view == "global" else max(options.setup.num_batch_shards, 2)
+    return 2 if options.loss_view == "global" else max(options.cut.num_row_parts, 2)
 
 
 def _normal_form(out: Tree, options: LossOptions) -> tuple[jax.Array, jax.Array, Tree]:
@@ -265,7 +260,7 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
                 f"mean{cause}"
             )
         if options.per_row:
-            raise _no_rows(names, leaf)
+            raise no_rows(path_of(names[1:]), leaf.shape)
         if varies and not jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_key(leaf):
             parts = "microbatches" if options.loss_view == "global" or options.num_parts == 1 else "devices"
             raise TypeError(
@@ -274,18 +269,24 @@ def _check_aux(program: Program, shapes: Tree, options: LossOptions) -> None:
             )
 
 
+def _check_rows_of_aux(program: Program, shapes: Tree, batch: Tree, options: LossOptions) -> None:
+    """Refuses aux leaves with rows of which each device may have another part."""
+    axes = options.cut.other_axes
+    if not axes:
+        return
+    is_cut = iter(bool(axes_of(spec) & {*axes}) for spec in options.cut.specs(batch))
+    differs = [next(is_cut) if role == "batch" else role in ("key", "raw key") for role in program.roles]
+    parts = depends(program.jaxpr, differs, frozenset(axes))
+    for (names, leaf), dim, is_part in zip(named_leaves(shapes), (None, None, *program.row_dims), parts, strict=True):
+        if dim is not None and is_part:
+            raise parts_of_rows(options.per_row, path_of(names[1:]), leaf.shape, axes)
+
+
 def _check_outputs(shapes: Tree, num_rows: int) -> None:
     """Refuses outputs of `predict` without a dim of all rows."""
     for names, leaf in named_leaves(shapes):
         if names[0] == "2" and num_rows not in leaf.shape:
-            raise _no_rows(names, leaf)
-
-
-def _no_rows(names: Names, leaf: jax.ShapeDtypeStruct) -> ValueError:
-    return ValueError(
-        f"predict: output {path_of(names[1:])} has shape {leaf.shape} and no dim with the rows of the batch in order; "
-        "return arrays of (rows, ...), or compute averages with jaxshard.evaluate(..., has_aux=True)"
-    )
+            raise no_rows(path_of(names[1:]), leaf.shape)
 
 
 def _refuse_counts(program: Program, shapes: Tree, by_row: Sequence[bool]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.base.types import Tree
+from jaxshard.base.types import Names, Tree
 from jaxshard.system.text import html_table, size_in_words
 
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -191,3 +191,20 @@ def form_of(out: Tree) -> str:
     if isinstance(out, tuple | list):
         return f"a {type(out).__name__} of {len(out)}"
     return "one array" if hasattr(out, "aval") else type(out).__name__
+
+
+def no_rows(path: str, shape: tuple[int, ...]) -> ValueError:
+    """The error about an output of `predict` that has no dim of rows."""
+    return ValueError(
+        f"predict: output {path} has shape {shape} and no dim with the rows of the batch in order; return arrays of "
+        "(rows, ...), or compute averages with jaxshard.evaluate(..., has_aux=True)"
+    )
+
+
+def parts_of_rows(per_row: bool, path: str, shape: tuple[int, ...], axes: Names) -> ValueError:
+    """The error about an output of `predict`, or a leaf of aux, that has a part of its rows on each device."""
+    return ValueError(
+        f"{'predict: output' if per_row else 'loss_fn: aux leaf'} {path} has shape {shape} with the batch's rows, of "
+        f"which each device along {axes} may have another part: return it complete, as jax.lax.all_gather(x, "
+        f"{axes[0]!r}, axis=1, tiled=True) or jax.lax.psum(x, {axes[0]!r})"
+    )

@@ -45,9 +45,13 @@ class LossPlan:
     def __str__(self) -> str:
         if self.options.loss_view == "global":
             return in_words(self.why_global, self.price)
-        is_split = self.options.num_parts > 1 and self.options.fold_keys
+        is_split = self.options.setup.num_batch_shards * self.options.microbatches > 1 and self.options.fold_keys
         folds = is_split and any("key" in role for role in self.program.roles_of_args)
-        return f"{self.program.verdict}{FOLDED if folds else ''}"
+        verdict, others = self.program.verdict, self.options.cut.other_axes
+        is_alone = others and verdict.alone and not verdict.problem
+        found = "each device has a part of all rows" if is_alone else verdict
+        parts = f"; the loss itself puts together what {', '.join(others)} cuts" if others else ""
+        return f"{found}{parts}{FOLDED if folds else ''}"
 
 
 class DeviceLoss:
@@ -288,6 +292,8 @@ class DeviceLoss:
 
     def _in_order(self, x: jax.Array) -> jax.Array:
         """(microbatches, rows of each, ...) -> (rows, ...)."""
+        if self.options.checked:  # what is the same along these axes may not leave with a type that says otherwise
+            x = collectives.first_copy(x, self.options.cut.other_axes)
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def _scattered_here(self, g: jax.Array, plan: LeafPlan) -> jax.Array:

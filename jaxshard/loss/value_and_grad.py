@@ -67,6 +67,7 @@ def value_and_grad(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> ValueAndGrad[jax.Array]: ...
 @overload
 @checks_names
@@ -79,6 +80,7 @@ def value_and_grad(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> ValueAndGrad[WithAux]: ...
 @checks_names
 def value_and_grad(
@@ -90,6 +92,7 @@ def value_and_grad(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> ValueAndGrad[Any]:
     """`jax.value_and_grad` over the mesh: the loss and gradients of the full batch, reduced once, left sharded.
 
@@ -107,6 +110,11 @@ def value_and_grad(
         for a mean over rows, and sends the least. "global": the loss sees all rows of a microbatch, and XLA partitions
         it; right for any loss that names no axis of the mesh. "auto": local where the trace proves that this is right,
         or the loss names axes of the mesh; else global. `f.layout(...)` says which, why, and what it costs.
+      batch_specs: how the batch is cut, if not by rows alone: a PartitionSpec, or a tree that is a prefix of the batch,
+        such as `P("data", "context")` for sequences. They name the optimizer's batch axes (`data_axes`). The loss gets
+        this device's part, and must name the axes that cut other dims than the first, as
+        `jaxshard.tensor.ring_attention(..., axis="context")` does. Results are averaged over all devices: right if each
+        has equally many terms; else use `weighted`. Leaves of aux with rows must be the same along these axes.
 
     Returns:
       `f(params, batch, *args) -> (loss, grads)` or `((loss, aux), grads)`. The loss is a replicated scalar; grads are
@@ -118,7 +126,9 @@ def value_and_grad(
       ValueError: `microbatches` is not 1 or more, the batch's rows do not divide, or params were donated.
     """
     setup = setup_of(opt, "value_and_grad", loss_fn)
-    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
+    options = LossOptions(
+        loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, batch_specs=batch_specs
+    )
     check_options("value_and_grad", options)
     return LossFunction(options)
 
@@ -132,6 +142,7 @@ def evaluate(
     has_aux: Literal[False] = False,
     weighted: bool = False,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> Evaluate[jax.Array]: ...
 @overload
 @checks_names
@@ -142,6 +153,7 @@ def evaluate(
     has_aux: Literal[True],
     weighted: bool = False,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> Evaluate[WithAux]: ...
 @checks_names
 def evaluate(
@@ -151,6 +163,7 @@ def evaluate(
     has_aux: bool = False,
     weighted: bool = False,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
 ) -> Evaluate[Any]:
     """Only the loss, with params gathered as in training: `f(params, batch, *args) -> loss` or `(loss, aux)`.
 
@@ -161,14 +174,16 @@ def evaluate(
     """
     setup = setup_of(opt, "evaluate", loss_fn)
     options = LossOptions(
-        loss_fn, setup, has_aux, 1, weighted, fold_keys=True, differentiate=False, loss_view=loss_view
+        loss_fn, setup, has_aux, 1, weighted, True, False, loss_view=loss_view, batch_specs=batch_specs
     )
     check_options("evaluate", options)
     return LossFunction(options)
 
 
 @checks_names
-def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View = "auto") -> "Predict":
+def predict(
+    fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View = "auto", batch_specs: Tree = None
+) -> "Predict":
     """Applies a function to a batch, each device to its own rows: logits, embeddings, per-row losses.
 
     Args:
@@ -176,6 +191,8 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View =
         of any dtype. It gets full params (as in `value_and_grad`, gathered at `unshard` or first use).
       opt: the optimizer; it decides how params and batch are sharded.
       loss_view: as for `value_and_grad`; "auto" is global where an output is known to depend on other rows.
+      batch_specs: as for `value_and_grad`. Outputs must be the same along axes that cut other dims than the first:
+        gather them with `jax.lax.all_gather(x, "context", axis=1, tiled=True)`.
 
     Returns:
       `f(params, batch, *args) -> outputs`: arrays of (rows of the batch, ...), in the batch's order, sharded over the
@@ -187,7 +204,7 @@ def predict(fn: Callable[..., Tree], opt: ShardedOptimizer, *, loss_view: View =
     """
     setup = setup_of(opt, "predict", fn)
     options = LossOptions(
-        fn, setup, True, 1, False, fold_keys=True, differentiate=False, per_row=True, loss_view=loss_view
+        fn, setup, True, 1, False, True, False, per_row=True, loss_view=loss_view, batch_specs=batch_specs
     )
     check_options("predict", options)
     return Predict(LossFunction(dataclasses.replace(options, loss_fn=_Outputs(fn))))

@@ -238,7 +238,8 @@ class TracedStep:
         setup = given.setup
         self.setup, self.batch, self.layout = setup, given.batch, given.layout
         held, num_args = given.specs, len(jax.tree.leaves(given.args))
-        specs = held + [P(setup.batch_axes)] * len(jax.tree.leaves(given.batch)) + [P()] * num_args
+        self.batch_specs = loss_of(given.step).options.cut.specs(given.batch)
+        specs = held + self.batch_specs + [P()] * num_args
         traced = _traced(given)
         self.block, self.platform = block_of(traced.jaxpr, specs, setup)
         self.donated = [given.step.donate] * len(held) + [False] * (len(specs) - len(held))
@@ -262,9 +263,10 @@ class TracedStep:
                 continue
             shape = local_shape(leaf.shape, leaf.grads.spec, layout.sizes)
             grads += math.prod(shape) * np.dtype(like(layout.config.reduce_dtype, leaf.dtype)).itemsize
-        batch = sum(math.prod(x.shape) * shape_of(x).dtype.itemsize for x in jax.tree.leaves(self.batch))
-        rows = batch // self.setup.num_batch_shards
-        return {"params": held["params"], "grads": grads, "state": held["state"], "batch": rows}
+        leaves = zip(jax.tree.leaves(self.batch), self.batch_specs, strict=True)
+        parts = ((shape_of(x), local_shape(x.shape, spec, layout.sizes)) for x, spec in leaves)
+        batch = sum(math.prod(shape) * x.dtype.itemsize for x, shape in parts)
+        return {"params": held["params"], "grads": grads, "state": held["state"], "batch": batch}
 
 
 # The two views of a loss: on each device's rows, and on all rows at once.
@@ -287,7 +289,7 @@ def _costs(loss: LossFunction, view: _View, params: Tree, batch: Tree, args: Seq
     run = LossFunction(dataclasses.replace(loss.options, loss_view=view, setup=setup))
     inputs = jax.tree.map(shape_of, (params, batch, *args))
     traced = jax.jit(lambda *xs: tuple(run.measure(xs[0], xs[1], xs[2:]))).trace(*inputs).jaxpr  # pyright: ignore
-    others = [P(setup.batch_axes)] * len(jax.tree.leaves(batch)) + [P()] * len(jax.tree.leaves(args))
+    others = run.options.cut.specs(batch) + [P()] * len(jax.tree.leaves(args))
     specs = [*jax.tree.leaves(setup.layout(inputs[0]).param_specs), *others]
     block, platform = block_of(traced, specs, setup)
     return costs_of(block, [False] * len(specs), platform)

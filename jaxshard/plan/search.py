@@ -43,7 +43,7 @@ class AnyRows:
 
     def __init__(self, step: TrainStep, params: Tree, batch: Tree, *args: Tree, unit: int = 1):
         options = loss_of(step).options
-        self.parts: int = options.setup.num_batch_shards * options.microbatches * unit
+        self.parts: int = options.cut.num_row_parts * options.microbatches * unit
         self._given = step, params, batch, args
         sizes = {d for x in jax.tree.leaves((params, args)) for d in np.shape(x)}
         sizes |= {d for x in jax.tree.leaves(batch) for d in np.shape(x)[1:]}

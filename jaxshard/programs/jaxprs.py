@@ -104,6 +104,17 @@ def makers_of(
     return found[::-1]
 
 
+def with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
+    """A program that returns the outputs, and their gradients with respect to all inputs."""
+    run = core().jaxpr_as_fun(jaxpr)
+
+    def gradients(*values: jax.Array) -> list[jax.Array]:
+        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
+
+    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+
+
 def part_of(jaxpr: OpenJaxpr, eqns: Sequence[Equation], ins: Sequence[Var], outs: Sequence[Var]) -> Jaxpr:
     """Some equations of a program as a program of their own, from `ins` to `outs`."""
     info = unnamed(jaxpr, len(ins), len(outs))

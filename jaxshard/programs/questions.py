@@ -17,6 +17,7 @@ from jaxshard.programs.primitives import (
     COLLECTIVE_KINDS,
     DIFFERS,
     DIV,
+    GATHERS,
     KEEPS_SIGN,
     LINEAR,
     MAX,
@@ -36,7 +37,7 @@ from jaxshard.programs.walk import Walk
 def depends(program: Jaxpr, differs: Sequence[bool], summed: frozenset[str] | None = None) -> list[bool]:
     """For each output, whether it may depend on `axis_index` or on an input marked in `differs`.
 
-    The result of a psum, pmax or pmin over all axes in `summed` counts as independent of both.
+    The result of a psum, pmax, pmin or all_gather over all axes in `summed` is independent of both.
     """
     return _Depends(summed).through(program, differs)
 
@@ -69,7 +70,8 @@ class _Depends(_Marks):
 
     def _reduces(self, eqn: Equation) -> bool:
         """Whether all devices along the axes `summed` get one result."""
-        if self.summed is None or eqn.primitive.name not in ALL_REDUCES or eqn.params.get("axis_index_groups"):
+        is_one = eqn.primitive.name in ALL_REDUCES | GATHERS and not eqn.params.get("axis_index_groups")
+        if self.summed is None or not is_one:
             return False
         return self.summed <= {*axes_of_equation(eqn)}
 

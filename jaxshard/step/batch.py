@@ -1,14 +1,13 @@
 """Reads users' arrays: a batch's rows, and the PartitionSpecs that params already have."""
 
-import math
-
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.base.tree import is_key, is_traced, named_leaves, path_of
-from jaxshard.base.types import REPLICA_AXIS, Batch, Tree, axes_in, canonical
+from jaxshard.base.tree import is_key, is_traced, path_of
+from jaxshard.base.types import REPLICA_AXIS, Batch, Names, Tree, axes_in, canonical, num_along
+from jaxshard.layout.specs import BatchCut
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
 from jaxshard.optimizer.sharding import Setup
 
@@ -36,19 +35,22 @@ def _model_spec(x: Tree, left_out: tuple[str, ...]) -> P:
     return canonical(tuple(a for a in axes_in(e) if a not in left_out) for e in sharding.spec)
 
 
-def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
+def shard_batch(batch: Batch, opt: ShardedOptimizer, specs: Tree = None) -> Batch:
     """Makes global arrays, split over the optimizer's batch axes, from this process's rows.
 
     Args:
       batch: a pytree of arrays (rows of this process, ...); with one process in the mesh, the full batch.
       opt: the optimizer, which has the mesh and its batch axes.
+      specs: how the batch is cut, if not by rows alone; the `batch_specs` of `train_step`, such as
+        `P("data", "context")`. A process gives the part that its devices hold of each dim.
 
     Returns:
-      Arrays of (rows of all processes, ...), each device holding its own rows.
+      Arrays of (rows of all processes, ...), each device holding its own rows, or its own part by `specs`.
 
     Raises:
-      TypeError: the batch is traced, as in a function under `jit`.
-      ValueError: a leaf's rows do not divide over the devices; the message names the leaf.
+      TypeError: the batch is traced, as in a function under `jit`; or a leaf of the specs is not a PartitionSpec.
+      ValueError: a leaf's dim does not divide over the devices (the message names the leaf); or the specs name other
+        axes than the batch axes, or not all of them.
     """
     setup = setup_of(opt, "shard_batch", batch)
     if is_traced(batch):
@@ -57,13 +59,14 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer) -> Batch:
             "arrays to distribute. Call it before, on the rows that this process loaded; for a value inside the "
             "program use jax.lax.with_sharding_constraint"
         )
-    count = len(setup.processes)
-    for names, leaf in named_leaves(batch):
-        rows = np.shape(leaf)[:1]
-        if not rows or (rows[0] * count) % setup.num_batch_shards:
-            raise ValueError(f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; {_needed(setup, rows, count)}")
-    sharding = NamedSharding(setup.mesh, P(setup.batch_axes))
-    return jax.tree.map(lambda x: _from_local(x, sharding), batch)
+    cut = BatchCut("shard_batch: specs", specs, setup.mesh, setup.batch_axes)
+    for names, leaf, spec in cut.named(batch):
+        for dim, entry in enumerate(spec):
+            sizes, parts = np.shape(leaf)[dim : dim + 1], _parts_here(setup, axes_in(entry))
+            if not sizes or sizes[0] % parts:
+                needed = _needed(setup, dim, sizes, axes_in(entry), parts)
+                raise ValueError(f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; {needed}")
+    return jax.tree.map(_from_local, batch, cut.shardings(batch))
 
 
 def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
@@ -73,14 +76,26 @@ def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy, since loaders reuse their buffers
 
 
-def _needed(setup: Setup, rows: tuple[int, ...], processes: int) -> str:
-    """The requirement for the first dim, and the nearest right numbers of rows."""
-    axes = " x ".join(axis for axis in setup.batch_axes if setup.sizes[axis] > 1) or setup.batch_axes[0]
+def _parts_here(setup: Setup, axes: Names) -> int:
+    """The number of parts, along a dim that these axes cut, that this process's devices hold."""
+    if len(setup.processes) == 1 or not isinstance(setup.mesh, Mesh):
+        return num_along(axes, setup.sizes)
+    mesh, mine = setup.mesh, jax.process_index()
+    places = np.argwhere(np.vectorize(lambda device: device.process_index == mine, otypes=[bool])(mesh.devices))
+    return len({tuple(place[mesh.axis_names.index(axis)] for axis in axes) for place in places}) or 1
+
+
+def _needed(setup: Setup, dim: int, sizes: tuple[int, ...], axes: Names, unit: int) -> str:
+    """The requirement for a dim that these axes cut, and the nearest right numbers of rows."""
+    cut_by = " x ".join(axis for axis in axes if setup.sizes[axis] > 1) or axes[0]
+    processes, num = len(setup.processes), num_along(axes, setup.sizes)
     of_each = f" of each of {processes} processes" if processes > 1 else ""
-    unit = setup.num_batch_shards // math.gcd(setup.num_batch_shards, processes)
-    text = f"its first dim{of_each} must be divisible by {unit} ({setup.num_batch_shards} devices over {axes})"
-    if not rows:
+    what = f"dim {dim}" if dim else "first dim"
+    text = f"its {what}{of_each} must be divisible by {unit} ({num} devices over {cut_by})"
+    if not sizes:
         return f"{text}: give arrays of (rows, ...)"
-    lower = rows[0] // unit * unit
+    if dim:
+        return f"{text}: pad it to {-(-sizes[0] // unit) * unit}, with a weight of 0 (weighted=True)"
+    lower = sizes[0] // unit * unit
     some = f"{lower} rows or {lower + unit}" if lower else f"{unit} rows"
     return f"{text}: give {some}; or pad with rows whose weight is 0 (weighted=True)"

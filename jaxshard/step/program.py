@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxshard.base.tree import is_key, is_like_raw_key, named_leaves, path_of
-from jaxshard.base.types import Metrics, Params, State, Tree
+from jaxshard.base.types import AnyMesh, Metrics, Params, State, Tree
 from jaxshard.collectives import global_view
 from jaxshard.digest import digests
 from jaxshard.layout.host_memory import HOST
@@ -36,7 +36,7 @@ def check_processes(program: "Program", params: Tree, state: Tree, batch: Tree, 
       ProcessError: the programs differ (a learning rate, a shape).
       ReplicaError: devices that should hold the same bits of a leaf do not.
     """
-    with agreement.among(program.batch.mesh):
+    with agreement.among(program.mesh):
         if agreement.is_alone():
             return
         text = program.run.lower(params, state, batch, *args).as_text()
@@ -48,12 +48,12 @@ def check_processes(program: "Program", params: Tree, state: Tree, batch: Tree, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted step (`run`), the shardings of its params, state and batch, and the paths of its leaves."""
+    """A jitted step (`run`), the shardings of its params and state, its mesh, and the paths of its leaves."""
 
     run: Tree
     params: Tree
     state: Tree
-    batch: NamedSharding
+    mesh: AnyMesh
     names: Names
 
     def draws_from(self, params: Tree, state: Tree, batch: Tree, args: tuple[Tree, ...]) -> list[bool]:
@@ -132,7 +132,7 @@ def placed(program: Program, params: Params, state: State) -> tuple[Params, Stat
 
     An array that occurs twice is copied, since it cannot be donated twice.
     """
-    with agreement.among(program.batch.mesh):
+    with agreement.among(program.mesh):
         agreement.check_same_arrays("train_step", {"params": params, "state": state})
     taken: set[int] = set()
 

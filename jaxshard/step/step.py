@@ -54,6 +54,7 @@ def train_step(
     weighted: bool = False,
     fold_keys: bool = True,
     loss_view: View = "auto",
+    batch_specs: Tree = None,
     donate: bool | None = None,
     extra: ExtraFn | None = None,
     max_skips: int | None = 20,
@@ -62,7 +63,7 @@ def train_step(
     """A complete training step, compiled once: `step(params, state, batch, *args) -> (params, state, metrics)`.
 
     Args:
-      loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view: as for `value_and_grad`.
+      loss_fn, opt, has_aux, microbatches, weighted, fold_keys, loss_view, batch_specs: as for `value_and_grad`.
       donate: the step reuses the memory of params and state that already have `opt.shardings`; these arrays are
         deleted. Arrays elsewhere (NumPy, one device) are copied, and remain valid. None: yes, but not on CPU devices
         of a single process, where JAX crashes the process if a donated array is used in another `jit`.
@@ -99,9 +100,8 @@ def train_step(
         raise ValueError(
             "train_step: loss scaling skips steps that overflow, but max_skips=None forbids skipping; leave one out"
         )
-    options = LossOptions(
-        loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view, donate=donate
-    )
+    options = LossOptions(loss_fn, setup, has_aux, microbatches, weighted, fold_keys, loss_view=loss_view)
+    options = dataclasses.replace(options, donate=donate, batch_specs=batch_specs)
     check_options("train_step", options)
     given = compilers.check_given("train_step", compiler_options)
     return TrainStep(LossFunction(options), extra, max_skips, given)
@@ -178,7 +178,7 @@ class TrainStep:
         self._verdicts.tell(params, but=1)
         if known is None:
             params, state = self._placed(program, params, state)
-        given, batch = batch, jax.tree.map(lambda x: placed_leaf(x, program.batch), batch)
+        given, batch = batch, jax.tree.map(placed_leaf, batch, self._loss.options.cut.shardings(batch))
         args = within_reach(self._setup, args)
         if self.donate:
             check_not_donated(args, {"params": params, "state": state})
@@ -212,7 +212,7 @@ class TrainStep:
         program = self._program(params, state)
         check_arguments(args, batch, self._loss.options)
         params, state = jax.tree.map(shape_of, (params, state), (program.params, program.state))
-        batch = jax.tree.map(lambda x: shape_of(x, program.batch), batch)
+        batch = jax.tree.map(shape_of, batch, self._loss.options.cut.shardings(batch))
         return program.run.trace(params, state, batch, *args)
 
     def layout(self, params: Tree, batch: Tree, *args: Tree) -> Layout:
@@ -251,7 +251,7 @@ class TrainStep:
             compiler_options=self.compiler_options,
         )
         of_params, of_state = ([path_of(names) for names, _ in named_leaves(tree)] for tree in trees)
-        return Program(run, wanted, before, NamedSharding(setup.mesh, P(setup.batch_axes)), Names(of_params, of_state))
+        return Program(run, wanted, before, setup.mesh, Names(of_params, of_state))
 
     @collector_at_rest()
     def _step(self, params: Tree, state: Tree, batch: Tree, *args: Tree) -> tuple[Tree, Tree, Metrics]:

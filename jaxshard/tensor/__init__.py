@@ -1,4 +1,4 @@
-"""Building blocks of tensor parallelism: layers whose weights are sharded over a mesh axis, for use in a loss function.
+"""Building blocks for a loss function: layers whose weights are sharded over a mesh axis, attention over cut sequences.
 
 Weights come as this device's shards, by the optimizer's `specs`. Activations between the blocks are replicated over the
 axis (Shoeybi et al. 2020, Megatron-LM, section 3), or with `sequence=dim` sharded along that dim, so that norms and
@@ -8,9 +8,16 @@ Gradients need no sums by hand: JAX's types determine which are needed, and auto
 `shard_map`, or if the mesh has no such axis, every block is the plain operation, so that one model serves every
 strategy.
 
+For sequences that an axis of the batch cuts (context parallelism), `ring_attention` and `gathered_attention` let the
+positions of one device attend to those of all.
+
 Shapes: T devices on the axis, D features, F features in T shards, V the vocabulary.
 """
 
+from jaxshard.tensor.attention import gathered_attention as gathered_attention
+from jaxshard.tensor.attention import positions as positions
+from jaxshard.tensor.attention import ring_attention as ring_attention
+from jaxshard.tensor.attention import zigzag as zigzag
 from jaxshard.tensor.blocks import axis_size as axis_size
 from jaxshard.tensor.blocks import column_parallel as column_parallel
 from jaxshard.tensor.blocks import expert_parallel as expert_parallel
