@@ -84,7 +84,7 @@ def test_a_room_that_the_order_does_not_name_is_seen():
 
 
 def test_too_many_floors_and_arrows_are_seen(monkeypatch):
-    for name, limit in {"MAX_FLOORS": 8, "MAX_ARROWS": 60, "MAX_FILE_FLOORS": 9, "MAX_FILE_ARROWS": 65}.items():
+    for name, limit in {"MAX_FLOORS": 8, "MAX_ARROWS": 60, "MAX_FILE_FLOORS": 9, "MAX_FILE_ARROWS": 5.42}.items():
         monkeypatch.setattr(draw_imports, name, limit)
     tower = planted(**{room: set(draw_imports.ORDER[:index]) for index, room in enumerate(draw_imports.ORDER[:12])})
     assert draw_imports.faults_of(tower) == [
