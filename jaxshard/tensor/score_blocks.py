@@ -109,11 +109,11 @@ def _attended(how: Blocks, q: jax.Array, kv: jax.Array, segments: jax.Array | No
 
 
 def _forward(how, q, kv, segments):
-    def visit(running: Running, kv: jax.Array, owner: Index, pair: Pair) -> Running:
+    def meet(running: Running, kv: jax.Array, owner: Index, pair: Pair) -> Running:
         scores = _scores(how, q, kv, segments, owner, pair)
         return _added(running, scores, _part(kv, pair.of_keys)[..., q.shape[-1] :], pair.of_queries)
 
-    visit = _in_chunks(how, visit, q.shape[-2])
+    visit = _in_chunks(how, meet, q.shape[-2])
     running = visit_own(how, visit, _nothing(q, kv.shape[-1] - q.shape[-1]), kv)
     if how.size > 1:
         running = (_forward_gathered if how.gathers else _forward_in_ring)(how, visit, running, kv)
@@ -127,7 +127,7 @@ def _backward(how, kept, cotangent):
     wide, dim = norms.dtype, q.shape[-1]
     from_out = jnp.sum(cotangent.astype(wide) * out.astype(wide), -1)
 
-    def visit(grads: Grads, kv: jax.Array, owner: Index, pair: Pair) -> Grads:
+    def meet(grads: Grads, kv: jax.Array, owner: Index, pair: Pair) -> Grads:
         keys, values = jnp.split(_part(kv, pair.of_keys), [dim], -1)
         mine, queries = _part(cotangent, pair.of_queries), _part(q, pair.of_queries)
         weights = jnp.exp(_scores(how, q, kv, segments, owner, pair) - _part(norms, pair.of_queries)[..., None])
@@ -136,11 +136,10 @@ def _backward(how, kept, cotangent):
         slopes = (weights * slopes * how.scale).astype(q.dtype)
         of_keys = product("bkgqs,bkgqd->bksd", slopes, queries)
         of_values = product("bkgqs,bkgqe->bkse", weights.astype(mine.dtype), mine)
-        of_kv = jnp.concatenate([of_keys, of_values], -1)
-        of_queries = product("bkgqs,bksd->bkgqd", slopes, keys)
+        of_queries, of_kv = product("bkgqs,bksd->bkgqd", slopes, keys), jnp.concatenate([of_keys, of_values], -1)
         return Grads(_plus(grads.q, of_queries, pair.of_queries), _plus(grads.kv, of_kv, pair.of_keys))
 
-    visit = _in_chunks(how, visit, q.shape[-2])
+    visit = _in_chunks(how, meet, q.shape[-2])
     grads = visit_own(how, visit, Grads(_zeros(q, wide), _zeros(kv, wide)), kv)
     if how.size > 1:
         grads = (_backward_gathered if how.gathers else _backward_in_ring)(how, visit, grads, kv)
@@ -266,8 +265,8 @@ def _scores(
         scores = jnp.where(is_past, scores, -jnp.inf)
     if segments is None:
         return scores
-    own = _part(segments, how.owner(0)).swapaxes(0, 1)  # (B, n, l)
-    mine = _part(own.reshape(own.shape[0], q.shape[0], -1).swapaxes(0, 1), pair.of_queries)
+    own = _part(segments, how.owner(0)).swapaxes(0, 1).reshape(q.shape[1], q.shape[0], -1)  # (B, m, c)
+    mine = lax.dynamic_index_in_dim(own, pair.of_queries, 1, keepdims=False)
     theirs = _part(_part(segments, owner), pair.of_keys)
     return jnp.where((mine[:, :, None] == theirs[:, None])[:, None, None], scores, -jnp.inf)
 
@@ -284,7 +283,6 @@ def _added(running: Running, scores: jax.Array, values: jax.Array, of_queries: I
 
 
 def _nothing(q: jax.Array, dim: int) -> Running:
-    """The running softmax before the first key."""
     values = jnp.repeat(_zeros(q[..., :1], sum_dtype(q)), dim, -1)
     return Running(values, values[..., 0], values[..., 0] - jnp.inf)
 
