@@ -274,6 +274,51 @@ def test_heads_over_a_tensor_axis_too(x64, zero):
     assert_close(found, want, 1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 3), ("1f1b", 2)])
+def test_stages_of_a_pipeline_too(x64, schedule, zero):
+    def first(shared, rows, info):
+        del info
+        return jaxshard.lookup(shared["table"], rows["tokens"])
+
+    def layer(x, w):
+        q, kv = (x @ w["q"]).reshape(*x.shape[:2], -1, 4), (x @ w["kv"]).reshape(*x.shape[:2], 2, -1, 4)
+        mixed = tensor.ring_attention(q, kv[:, :, 0], kv[:, :, 1], segment_ids=jnp.ones(x.shape[:2], jnp.int32))
+        return x + mixed.reshape(x.shape) @ w["out"], None
+
+    def last(shared, x, rows, info):
+        del info
+        return optax.softmax_cross_entropy_with_integer_labels(x @ shared["head"], rows["targets"]).mean()
+
+    def stage(layers, x, info):
+        del info
+        return jax.lax.scan(layer, x, layers)[0]
+
+    def plain(params, rows):
+        return last(params["shared"], stage(params["blocks"], first(params["shared"], rows, None), None), rows, None)
+
+    def loss(params, rows):
+        return jaxshard.pipeline(stage, first, last, **params, batch=rows, num_microbatches=2, schedule=schedule)
+
+    params, batch = params_of(), batch_of()
+    params = {"blocks": params.pop("layers"), "shared": params}
+    rows = {name: batch[name] for name in ("tokens", "targets")}
+    mesh = mesh_of(2, 2, 2, names=("pipeline", "data", "context"))
+    specs = [("blocks", P("pipeline"))]
+    opt = jaxshard.hybrid(optax.sgd(0.1), mesh, specs, zero, data_axes=AXES, min_shard_size=1)
+    found = jaxshard.value_and_grad(loss, opt, batch_specs=CUT)(opt.place(params), rows)
+    assert_close(found, jax.value_and_grad(plain)(params, rows), 1e-12)
+
+
+def test_replicas_too(x64):
+    want = jax.value_and_grad(mean_loss(plain_attention))(params_of(), batch_of())
+    mesh = mesh_of(2, 2, 2, names=("replica", "data", "context"))
+    opt = jaxshard.hsdp(optax.sgd(0.1), mesh, data_axes=AXES, min_shard_size=1)
+    rows = ("replica", "data")
+    specs = {name: P(rows, "context") if len(spec) > 1 else P(rows) for name, spec in SPECS.items()}
+    found = jaxshard.value_and_grad(mean_loss(tensor.gathered_attention), opt, batch_specs=specs)
+    assert_close(found(opt.place(params_of()), jaxshard.shard_batch(batch_of(), opt, specs)), want, 1e-12)
+
+
 def test_one_axis_cuts_the_sequences_of_all_rows(x64):
     """A mesh with no other axis, of Explicit type; one PartitionSpec for all leaves."""
     batch = {name: x for name, x in batch_of(rows=3).items() if name != "scale"}

@@ -112,9 +112,8 @@ def with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
         return [x for x in run(*values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def gradients(*values: jax.Array) -> list[jax.Array]:
-        found: Any = jax.vjp(floating, *values)  # pyright: ignore[reportUnknownMemberType]
-        outs, pull = found
-        return [*outs, *pull([jnp.ones(x.shape, x.dtype) for x in outs])]
+        outs, pull = cast(Any, jax.vjp)(floating, *values)  # pyright: ignore[reportUnknownMemberType]
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]  # pyright: ignore[reportUnknownMemberType]
 
     trace: Any = jax.make_jaxpr(gradients)  # pyright: ignore[reportUnknownMemberType]
     return trace(*(v.aval for v in open_jaxpr(jaxpr).invars))
