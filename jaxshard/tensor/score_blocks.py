@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard import collectives
-from jaxshard.base.tree import sum_dtype
-
 Index: TypeAlias = jax.Array | int
 
 
@@ -140,7 +137,7 @@ def _backward(how, kept, cotangent):
         return Grads(_plus(grads.q, of_queries, pair.of_queries), _plus(grads.kv, of_kv, pair.of_keys))
 
     visit = _in_chunks(how, meet, q.shape[-2])
-    grads = visit_own(how, visit, Grads(_zeros(q, wide), _zeros(kv, wide)), kv)
+    grads = visit_own(how, visit, Grads(jnp.zeros_like(q, wide), jnp.zeros_like(kv, wide)), kv)
     if how.size > 1:
         grads = (_backward_gathered if how.gathers else _backward_in_ring)(how, visit, grads, kv)
     return grads.q.astype(q.dtype), grads.kv.astype(kv.dtype), None
@@ -205,7 +202,7 @@ def _forward_gathered(how: Blocks, visit: Visit, running: Running, kv: jax.Array
 
 def _backward_gathered(how: Blocks, visit: Visit, grads: Grads, kv: jax.Array) -> Grads:
     everywhere = lax.all_gather(kv, how.axis)
-    of_all = _zeros(everywhere, grads.kv.dtype)
+    of_all = jnp.zeros_like(everywhere, grads.kv.dtype)
     of_all = lax.dynamic_update_index_in_dim(of_all, grads.kv, how.owner(0), 0)
 
     def step(state: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -259,7 +256,7 @@ def _scores(
 ) -> jax.Array:
     """(B, K, G, c, l); -inf where a query does not see a key."""
     queries, keys = _part(q, pair.of_queries), _part(kv, pair.of_keys)[..., : q.shape[-1]]
-    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=sum_dtype(q))
+    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=_wide(q))
     if pair.is_diagonal:
         is_past = jnp.arange(scores.shape[-1]) <= pair.first + jnp.arange(scores.shape[-2])[:, None]
         scores = jnp.where(is_past, scores, -jnp.inf)
@@ -283,13 +280,13 @@ def _added(running: Running, scores: jax.Array, values: jax.Array, of_queries: I
 
 
 def _nothing(q: jax.Array, dim: int) -> Running:
-    values = jnp.repeat(_zeros(q[..., :1], sum_dtype(q)), dim, -1)
+    values = jnp.repeat(jnp.zeros_like(q[..., :1], _wide(q)), dim, -1)
     return Running(values, values[..., 0], values[..., 0] - jnp.inf)
 
 
-def _zeros(x: jax.Array, dtype: Any) -> jax.Array:
-    """Zeros shaped like `x`, with a type that varies over the same axes."""
-    return collectives.vary(jnp.zeros(x.shape, dtype), tuple(collectives.varying(x)))
+def _wide(x: jax.Array) -> jnp.dtype:
+    """The dtype of sums: float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _part(x: jax.Array, index: Index) -> jax.Array:
