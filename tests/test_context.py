@@ -85,6 +85,26 @@ def test_values_and_gradients_are_those_of_all_scores(x64, num, name, causal, or
 
 
 @pytest.mark.parametrize("name", ["ring", "gathered"])
+@pytest.mark.parametrize(("num", "order", "chunk"), [(1, "contiguous", 8), (4, "zigzag", 2), (4, "contiguous", 2)])
+def test_queries_in_chunks(x64, num, order, chunk, name):
+    rng = np.random.default_rng(0)
+    given = [*rng.normal(size=(3, 2, LENGTH, 2, 8)), segments_of(rng, 2)]
+    spec, mesh = P(None, "context"), mesh_of(num, names=("context",))
+
+    def slopes(chunk):
+        def of_device(q, k, v, segments):
+            out = FUNCTIONS[name](q, k, v, segment_ids=segments, order=order, chunk=chunk)
+            return jax.lax.psum(jnp.sum(jnp.sin(out)), "context")
+
+        total = jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=P())
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*given)
+
+    assert_close(slopes(chunk), slopes(0), 1e-13)
+    with pytest.raises(ValueError, match=r"chunk 5 does not divide the \d+ neighbouring positions"):
+        slopes(5)
+
+
+@pytest.mark.parametrize("name", ["ring", "gathered"])
 def test_a_second_derivative(x64, name):
     rng = np.random.default_rng(0)
     q, k, v, tangent = rng.normal(size=(4, 1, 16, 2, 4))
@@ -254,6 +274,51 @@ def test_heads_over_a_tensor_axis_too(x64, zero):
     assert_close(found, want, 1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 3), ("1f1b", 2)])
+def test_stages_of_a_pipeline_too(x64, schedule, zero):
+    def first(shared, rows, info):
+        del info
+        return jaxshard.lookup(shared["table"], rows["tokens"])
+
+    def layer(x, w):
+        q, kv = (x @ w["q"]).reshape(*x.shape[:2], -1, 4), (x @ w["kv"]).reshape(*x.shape[:2], 2, -1, 4)
+        mixed = tensor.ring_attention(q, kv[:, :, 0], kv[:, :, 1], segment_ids=jnp.ones(x.shape[:2], jnp.int32))
+        return x + mixed.reshape(x.shape) @ w["out"], None
+
+    def last(shared, x, rows, info):
+        del info
+        return optax.softmax_cross_entropy_with_integer_labels(x @ shared["head"], rows["targets"]).mean()
+
+    def stage(layers, x, info):
+        del info
+        return jax.lax.scan(layer, x, layers)[0]
+
+    def plain(params, rows):
+        return last(params["shared"], stage(params["blocks"], first(params["shared"], rows, None), None), rows, None)
+
+    def loss(params, rows):
+        return jaxshard.pipeline(stage, first, last, **params, batch=rows, num_microbatches=2, schedule=schedule)
+
+    params, batch = params_of(), batch_of()
+    params = {"blocks": params.pop("layers"), "shared": params}
+    rows = {name: batch[name] for name in ("tokens", "targets")}
+    mesh = mesh_of(2, 2, 2, names=("pipeline", "data", "context"))
+    specs = [("blocks", P("pipeline"))]
+    opt = jaxshard.hybrid(optax.sgd(0.1), mesh, specs, zero, data_axes=AXES, min_shard_size=1)
+    found = jaxshard.value_and_grad(loss, opt, batch_specs=CUT)(opt.place(params), rows)
+    assert_close(found, jax.value_and_grad(plain)(params, rows), 1e-12)
+
+
+def test_replicas_too(x64):
+    want = jax.value_and_grad(mean_loss(plain_attention))(params_of(), batch_of())
+    mesh = mesh_of(2, 2, 2, names=("replica", "data", "context"))
+    opt = jaxshard.hsdp(optax.sgd(0.1), mesh, data_axes=AXES, min_shard_size=1)
+    rows = ("replica", "data")
+    specs = {name: P(rows, "context") if len(spec) > 1 else P(rows) for name, spec in SPECS.items()}
+    found = jaxshard.value_and_grad(mean_loss(tensor.gathered_attention), opt, batch_specs=specs)
+    assert_close(found(opt.place(params_of()), jaxshard.shard_batch(batch_of(), opt, specs)), want, 1e-12)
+
+
 def test_one_axis_cuts_the_sequences_of_all_rows(x64):
     """A mesh with no other axis, of Explicit type; one PartitionSpec for all leaves."""
     batch = {name: x for name, x in batch_of(rows=3).items() if name != "scale"}
@@ -405,14 +470,14 @@ def test_check_compares_with_one_device():
 # What it costs.
 
 
-def compiled_layers(name, num, *, order="zigzag", differentiate=True, length=256, layers=3):
+def compiled_layers(name, num, *, order="zigzag", differentiate=True, length=256, layers=3, **options):
     """A scan over layers of attention, forward or with its gradients; the bytes of a layer's keys and values."""
     mesh, rows, heads, keys, dim = mesh_of(num, names=("context",)), 2, 4, 2, 16
 
     def loss(params, x):
         def layer(x, w):
             q, kv = (x @ w["q"]).reshape(*x.shape[:2], heads, dim), (x @ w["kv"]).reshape(*x.shape[:2], 2, keys, dim)
-            return x + FUNCTIONS[name](q, kv[:, :, 0], kv[:, :, 1], order=order).reshape(x.shape), None
+            return x + FUNCTIONS[name](q, kv[:, :, 0], kv[:, :, 1], order=order, **options).reshape(x.shape), None
 
         return jax.lax.scan(layer, x, params)[0].sum()
 
@@ -425,8 +490,8 @@ def compiled_layers(name, num, *, order="zigzag", differentiate=True, length=256
     params = {"q": (layers, width, width), "kv": (layers, width, 2 * keys * dim)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
     x = jax.ShapeDtypeStruct((rows, length, width), jnp.float32, sharding=jax.NamedSharding(mesh, cut))
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}  # as our steps have
-    lowered = jax.jit(run, compiler_options=options).lower(params, x)
+    in_order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}  # as our steps have
+    lowered = jax.jit(run, compiler_options=in_order).lower(params, x)
     return lowered.compile(), layers * 2 * rows * length * keys * dim * 4
 
 
@@ -465,10 +530,11 @@ def test_zigzag_halves_the_work_of_the_busiest_device():
 def test_scores_take_no_more_memory_with_more_devices(name):
     """Twice the devices and sequences of twice the length: twice as many scores per device, in as many bytes."""
     peaks = []
-    for num in (4, 8):
-        compiled, _ = compiled_layers(name, num, length=512 * num, layers=1)
+    for num, chunk in ((4, 0), (8, 0), (8, 64)):
+        compiled, _ = compiled_layers(name, num, length=512 * num, layers=1, chunk=chunk)
         peaks.append(compiled.memory_analysis().temp_size_in_bytes)
     assert peaks[1] < 1.15 * peaks[0]
+    assert peaks[2] < 0.7 * peaks[1]
 
 
 # Bad input.

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 
-from jaxshard.base.types import Tree
 from jaxshard.step.step import TrainStep
 
 
-def checked(what: str, made: Any, wanted: str) -> tuple[TrainStep, Tree, Tree, *tuple[Tree, ...]]:
+def checked(what: str, made: Any, wanted: str) -> tuple[TrainStep, Any, Any, *tuple[Any, ...]]:
     """The (step, params, batch, *more) that a function returned.
 
     Args:

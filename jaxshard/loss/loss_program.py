@@ -92,12 +92,8 @@ class Program:
             part = "a microbatch" if options.loss_view == "global" else "a device's microbatch"
             told = explained(error, options.checked, options.setup.sizes), batch, args, options.num_parts, part
             raise noted(*told, like_rows(args, batch, options.num_parts)) from error
-        roles = (
-            ["frozen" if yes else "param" for yes in frozen]
-            + ["batch"] * len(jax.tree.leaves(batch))
-            + _roles_of(args, options)
-        )
-        roles += ["scale"] * (scale is not None)
+        roles = ["frozen" if yes else "param" for yes in frozen] + ["batch"] * len(jax.tree.leaves(batch))
+        roles += _roles_of(args, options) + ["scale"] * (scale is not None)
         _check_whole(jaxpr, shapes, options)
         if varies_smoothly(jaxpr, [role == "param" for role in roles])[1]:
             raise TypeError(

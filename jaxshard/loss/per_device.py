@@ -48,8 +48,7 @@ class LossPlan:
         is_split = self.options.setup.num_batch_shards * self.options.microbatches > 1 and self.options.fold_keys
         folds = is_split and any("key" in role for role in self.program.roles_of_args)
         verdict, others = self.program.verdict, self.options.cut.other_axes
-        is_alone = others and verdict.alone and not verdict.problem
-        found = "each device has a part of all rows" if is_alone else verdict
+        found = "each device has a part of all rows" if others and verdict.alone and not verdict.problem else verdict
         parts = f"; the loss itself puts together what {', '.join(others)} cuts" if others else ""
         return f"{found}{parts}{FOLDED if folds else ''}"
 

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import platforms
-from jaxshard.base.types import AnyMesh
 from jaxshard.mesh import platform_of
 from jaxshard.platforms.platform import StepKind, Value
 
 
-def ours(mesh: AnyMesh, step: StepKind) -> dict[str, Value]:
+def ours(mesh: Mesh | AbstractMesh, step: StepKind) -> dict[str, Value]:
     """The options that jaxshard sets for a step on a mesh."""
     return dict(option.setting for option in platforms.of(mesh).compiler_options if option.applies(step))
 
@@ -40,7 +39,7 @@ def check_given(who: str, given: Mapping[str, Value] | None) -> dict[str, Value]
     return plain
 
 
-def check_known(who: str, mesh: AnyMesh, given: Mapping[str, Value]) -> None:
+def check_known(who: str, mesh: Mesh | AbstractMesh, given: Mapping[str, Value]) -> None:
     """Compiles a trivial program with the options, for the mesh.
 
     Raises:

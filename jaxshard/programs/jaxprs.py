@@ -108,11 +108,15 @@ def with_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     """A program that returns the outputs, and their gradients with respect to all inputs."""
     run = core().jaxpr_as_fun(jaxpr)
 
-    def gradients(*values: jax.Array) -> list[jax.Array]:
-        outs, pull = jax.vjp(lambda *xs: [x for x in run(*xs) if jnp.issubdtype(x.dtype, jnp.inexact)], *values)
-        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
+    def floating(*values: jax.Array) -> list[jax.Array]:
+        return [x for x in run(*values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    return jax.make_jaxpr(gradients)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+    def gradients(*values: jax.Array) -> list[jax.Array]:
+        outs, pull = cast(Any, jax.vjp)(floating, *values)  # pyright: ignore[reportUnknownMemberType]
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]  # pyright: ignore[reportUnknownMemberType]
+
+    trace: Any = jax.make_jaxpr(gradients)  # pyright: ignore[reportUnknownMemberType]
+    return trace(*(v.aval for v in open_jaxpr(jaxpr).invars))
 
 
 def part_of(jaxpr: OpenJaxpr, eqns: Sequence[Equation], ins: Sequence[Var], outs: Sequence[Var]) -> Jaxpr:

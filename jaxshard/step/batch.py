@@ -1,15 +1,16 @@
 """Reads users' arrays: a batch's rows, and the PartitionSpecs that params already have."""
 
+import functools
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import is_key, is_traced, path_of
-from jaxshard.base.types import REPLICA_AXIS, Batch, Names, Tree, axes_in, canonical, num_along
+from jaxshard.base.types import REPLICA_AXIS, AnyMesh, Batch, Names, Tree, axes_in, canonical, num_along, processes_of
 from jaxshard.layout.specs import BatchCut
 from jaxshard.optimizer.optimizer import ShardedOptimizer, setup_of
-from jaxshard.optimizer.sharding import Setup
 
 
 def specs_of(params: Tree, data_axes: tuple[str, ...] = ("data",)) -> Tree:
@@ -62,9 +63,9 @@ def shard_batch(batch: Batch, opt: ShardedOptimizer, specs: Tree = None) -> Batc
     cut = BatchCut("shard_batch: specs", specs, setup.mesh, setup.batch_axes)
     for names, leaf, spec in cut.named(batch):
         for dim, entry in enumerate(spec):
-            sizes, parts = np.shape(leaf)[dim : dim + 1], _parts_here(setup, axes_in(entry))
+            sizes, parts = np.shape(leaf)[dim : dim + 1], _parts_here(setup.mesh, axes_in(entry))
             if not sizes or sizes[0] % parts:
-                needed = _needed(setup, dim, sizes, axes_in(entry), parts)
+                needed = _needed(setup.mesh, dim, sizes, axes_in(entry), parts)
                 raise ValueError(f"shard_batch: {path_of(names)} has shape {np.shape(leaf)}; {needed}")
     return jax.tree.map(_from_local, batch, cut.shardings(batch))
 
@@ -76,19 +77,20 @@ def _from_local(x: Tree, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, np.array(x))  # a copy, since loaders reuse their buffers
 
 
-def _parts_here(setup: Setup, axes: Names) -> int:
+@functools.lru_cache
+def _parts_here(mesh: AnyMesh, axes: Names) -> int:
     """The number of parts, along a dim that these axes cut, that this process's devices hold."""
-    if len(setup.processes) == 1 or not isinstance(setup.mesh, Mesh):
-        return num_along(axes, setup.sizes)
-    mesh, mine = setup.mesh, jax.process_index()
+    if len(processes_of(mesh)) == 1 or not isinstance(mesh, Mesh):
+        return num_along(axes, mesh.shape)
+    mine = jax.process_index()
     places = np.argwhere(np.vectorize(lambda device: device.process_index == mine, otypes=[bool])(mesh.devices))
     return len({tuple(place[mesh.axis_names.index(axis)] for axis in axes) for place in places}) or 1
 
 
-def _needed(setup: Setup, dim: int, sizes: tuple[int, ...], axes: Names, unit: int) -> str:
+def _needed(mesh: AnyMesh, dim: int, sizes: tuple[int, ...], axes: Names, unit: int) -> str:
     """The requirement for a dim that these axes cut, and the nearest right numbers of rows."""
-    cut_by = " x ".join(axis for axis in axes if setup.sizes[axis] > 1) or axes[0]
-    processes, num = len(setup.processes), num_along(axes, setup.sizes)
+    cut_by = " x ".join(axis for axis in axes if mesh.shape[axis] > 1) or axes[0]
+    processes, num = len(processes_of(mesh)), num_along(axes, mesh.shape)
     of_each = f" of each of {processes} processes" if processes > 1 else ""
     what = f"dim {dim}" if dim else "first dim"
     text = f"its {what}{of_each} must be divisible by {unit} ({num} devices over {cut_by})"

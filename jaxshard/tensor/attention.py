@@ -28,6 +28,7 @@ def ring_attention(
     causal: bool = True,
     segment_ids: jax.Array | None = None,
     order: Order = "contiguous",
+    chunk: int = 0,
     scale: float | None = None,
 ) -> jax.Array:
     """Softmax attention; keys and values go around the devices in a ring, while each computes (Liu et al. 2023).
@@ -45,20 +46,22 @@ def ring_attention(
       segment_ids: (B, L) integers, for packed rows: positions see only those with the same number.
       order: which positions a device has. "contiguous": the i-th device the i-th part. "zigzag": parts i and 2C-1-i of
         2C, as `zigzag` arranges them, so that all devices compute equally much if `causal`.
+      chunk: the number of queries that meet keys at a time; it divides L, or L/2 in zigzag order. 0: all. A device
+        holds scores of (B, H, chunk, L), or (B, H, chunk, L/2) in zigzag order.
       scale: of the scores; None: 1 / sqrt(D).
 
     Returns:
       (B, L, H, E), in the dtype of `q`. Sums and the softmax are float32 at least.
 
     Raises:
-      ValueError: shapes do not fit; L is odd and `order` is "zigzag".
+      ValueError: shapes do not fit; L is odd and `order` is "zigzag"; `chunk` does not divide.
       TypeError: q, k or v is the same on all devices of the axis.
 
     >>> q = k = v = jnp.ones((1, 4, 2, 8))
     >>> ring_attention(q, k, v).shape
     (1, 4, 2, 8)
     """
-    return _attention("ring_attention", q, k, v, segment_ids, axis, causal, order, scale, gathers=False)
+    return _attention("ring_attention", q, k, v, segment_ids, axis, causal, order, chunk, scale, gathers=False)
 
 
 def gathered_attention(
@@ -70,6 +73,7 @@ def gathered_attention(
     causal: bool = True,
     segment_ids: jax.Array | None = None,
     order: Order = "contiguous",
+    chunk: int = 0,
     scale: float | None = None,
 ) -> jax.Array:
     """As `ring_attention`, with all keys and values gathered at once (Llama Team 2024, section 3.3.2).
@@ -83,7 +87,7 @@ def gathered_attention(
     >>> bool(jnp.allclose(gathered_attention(q, k, v), ring_attention(q, k, v)))
     True
     """
-    return _attention("gathered_attention", q, k, v, segment_ids, axis, causal, order, scale, gathers=True)
+    return _attention("gathered_attention", q, k, v, segment_ids, axis, causal, order, chunk, scale, gathers=True)
 
 
 def positions(length: int, *, axis: str = CONTEXT, order: Order = "contiguous") -> jax.Array:
@@ -155,6 +159,7 @@ def _attention(
     axis: str,
     causal: bool,
     order: Order,
+    chunk: int,
     scale: float | None,
     *,
     gathers: bool,
@@ -164,7 +169,11 @@ def _attention(
     _check_cut(who, axis, q=q, k=k, v=v)
     size = collectives.axis_size(axis)
     num = _num_parts(order) if size > 1 and causal else 1  # else the order of positions does not matter
-    how = Blocks(axis, size, causal, num, float(q.shape[-1] ** -0.5 if scale is None else scale), gathers)
+    part = q.shape[1] // num
+    if chunk < 0 or (chunk and part % chunk):
+        raise ValueError(f"{who}: chunk {chunk} does not divide the {part} neighbouring positions of a device")
+    chunks, scale = part // max(chunk or part, 1), float(q.shape[-1] ** -0.5 if scale is None else scale)
+    how = Blocks(axis, size, causal, num, chunks, scale, gathers)
     q, k, v, segment_ids = _varied(axis, q, k, v, segment_ids)
     return score_blocks.attention(how, collectives.part_of_rows(q, axis), k, v, segment_ids)
 

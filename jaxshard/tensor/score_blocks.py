@@ -1,8 +1,8 @@
 """Attention block by block: this device's queries with the keys and values of one device after another.
 
-Shapes: a device's positions are `n` parts of `l` neighbouring ones (one part, or two in zigzag order). Queries are (n,
-B, K, G, l, D), for K heads of keys with G heads of queries each; keys and values are one array, (n, B, K, l, D + E), so
-that one collective moves both.
+Shapes: a device's positions are n parts of l neighbouring ones (one part, or two in zigzag order). Queries are (m, B,
+K, G, c, D), for K heads of keys with G heads of queries each, in m = n l / c chunks of c neighbouring positions; keys
+and values are one array, (n, B, K, l, D + E), so that one collective moves both.
 """
 
 import dataclasses
@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard import collectives
-from jaxshard.base.tree import sum_dtype
-
 Index: TypeAlias = jax.Array | int
 
 
@@ -26,7 +23,8 @@ class Blocks:
 
     Attributes:
       axis, size: the mesh axis, and the number of devices along it, C.
-      num: the number of parts of neighbouring positions that a device has; 2 only if `causal`.
+      num: the number of parts of neighbouring positions that a device has, n; 2 only if `causal`.
+      chunks: the number of chunks of a part's queries; these meet keys one after another.
       gathers: all-gather keys and values; else send them around.
     """
 
@@ -34,6 +32,7 @@ class Blocks:
     size: int
     causal: bool
     num: int
+    chunks: int
     scale: float
     gathers: bool
 
@@ -47,19 +46,25 @@ class Blocks:
 
 
 class Pair(NamedTuple):
-    """A part of the queries and a part of the keys that meet; `is_diagonal`: both are the same positions."""
+    """Queries and a part of the keys that meet.
+
+    Attributes:
+      of_queries, of_keys: their indices; first those of a part of the queries, then (`_in_chunks`) of a chunk.
+      is_diagonal: the part of the queries has the positions of the keys.
+      first: the place of the chunk in its part.
+    """
 
     of_queries: Index
     of_keys: Index
     is_diagonal: bool = False
+    first: Index = 0
 
 
 class Running(NamedTuple):
-    """A softmax over the keys so far, (n, B, K, G, l, E) and twice (n, B, K, G, l): the sums of values and of weights,
-    both relative to the highest score."""
+    """A softmax over the keys so far: sums of values and of weights, relative to the highest score."""
 
-    values: jax.Array
-    weights: jax.Array
+    values: jax.Array  # (m, B, K, G, c, E)
+    weights: jax.Array  # without E
     highest: jax.Array
 
 
@@ -70,9 +75,7 @@ class Grads(NamedTuple):
     kv: jax.Array
 
 
-class Place(NamedTuple):
-    """A step's place among those of a ring."""
-
+class Place(NamedTuple):  # of a step, in a ring
     is_first: bool = False
     is_last: bool = False
 
@@ -85,7 +88,8 @@ def attention(how: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids
     """(B, L, H, D), (B, L, K, D), (B, L, K, E), (B, L) -> (B, L, H, E)."""
     rows, length, num_keys = k.shape[:3]
     dtype = jnp.promote_types(k.dtype, v.dtype)
-    q = q.reshape(rows, how.num, length // how.num, num_keys, -1, q.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
+    chunks = how.num * how.chunks
+    q = q.reshape(rows, chunks, length // chunks, num_keys, -1, q.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
     kv = jnp.concatenate([k.astype(dtype), v.astype(dtype)], -1)
     kv = kv.reshape(rows, how.num, length // how.num, num_keys, -1).transpose(1, 0, 3, 2, 4)
     if segment_ids is not None:  # all devices': they are few bytes
@@ -97,15 +101,16 @@ def attention(how: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attended(how: Blocks, q: jax.Array, kv: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """(n, B, K, G, l, E), in the dtype of `q`; `segments` are (C, n, B, l)."""
+    """(m, B, K, G, c, E), in the dtype of `q`; `segments` are (C, n, B, l)."""
     return _forward(how, q, kv, segments)[0]
 
 
 def _forward(how, q, kv, segments):
-    def visit(running: Running, kv: jax.Array, owner: Index, pair: Pair) -> Running:
+    def meet(running: Running, kv: jax.Array, owner: Index, pair: Pair) -> Running:
         scores = _scores(how, q, kv, segments, owner, pair)
         return _added(running, scores, _part(kv, pair.of_keys)[..., q.shape[-1] :], pair.of_queries)
 
+    visit = _in_chunks(how, meet, q.shape[-2])
     running = visit_own(how, visit, _nothing(q, kv.shape[-1] - q.shape[-1]), kv)
     if how.size > 1:
         running = (_forward_gathered if how.gathers else _forward_in_ring)(how, visit, running, kv)
@@ -119,7 +124,7 @@ def _backward(how, kept, cotangent):
     wide, dim = norms.dtype, q.shape[-1]
     from_out = jnp.sum(cotangent.astype(wide) * out.astype(wide), -1)
 
-    def visit(grads: Grads, kv: jax.Array, owner: Index, pair: Pair) -> Grads:
+    def meet(grads: Grads, kv: jax.Array, owner: Index, pair: Pair) -> Grads:
         keys, values = jnp.split(_part(kv, pair.of_keys), [dim], -1)
         mine, queries = _part(cotangent, pair.of_queries), _part(q, pair.of_queries)
         weights = jnp.exp(_scores(how, q, kv, segments, owner, pair) - _part(norms, pair.of_queries)[..., None])
@@ -128,11 +133,11 @@ def _backward(how, kept, cotangent):
         slopes = (weights * slopes * how.scale).astype(q.dtype)
         of_keys = product("bkgqs,bkgqd->bksd", slopes, queries)
         of_values = product("bkgqs,bkgqe->bkse", weights.astype(mine.dtype), mine)
-        of_kv = jnp.concatenate([of_keys, of_values], -1)
-        of_queries = product("bkgqs,bksd->bkgqd", slopes, keys)
+        of_queries, of_kv = product("bkgqs,bksd->bkgqd", slopes, keys), jnp.concatenate([of_keys, of_values], -1)
         return Grads(_plus(grads.q, of_queries, pair.of_queries), _plus(grads.kv, of_kv, pair.of_keys))
 
-    grads = visit_own(how, visit, Grads(_zeros(q, wide), _zeros(kv, wide)), kv)
+    visit = _in_chunks(how, meet, q.shape[-2])
+    grads = visit_own(how, visit, Grads(jnp.zeros_like(q, wide), jnp.zeros_like(kv, wide)), kv)
     if how.size > 1:
         grads = (_backward_gathered if how.gathers else _backward_in_ring)(how, visit, grads, kv)
     return grads.q.astype(q.dtype), grads.kv.astype(kv.dtype), None
@@ -167,6 +172,21 @@ def visit_others(how: Blocks, visit: Visit, carry: Any, kv: jax.Array, owner: In
     return visit(visit(carry, kv, owner, Pair(1, 0)), kv, owner, Pair(later, later))
 
 
+def _in_chunks(how: Blocks, visit: Visit, size: int) -> Visit:
+    """`visit`, with each pair's queries in chunks of `size`, one after another."""
+    if how.chunks == 1:
+        return visit
+
+    def visits(carry: Any, kv: jax.Array, owner: Index, pair: Pair) -> Any:
+        def one(i: jax.Array, carry: Any) -> Any:
+            chunk = pair._replace(of_queries=pair.of_queries * how.chunks + i, first=i * size)
+            return visit(carry, kv, owner, chunk)
+
+        return lax.fori_loop(0, how.chunks, one, carry)
+
+    return visits
+
+
 # How keys and values reach a device.
 
 
@@ -182,7 +202,7 @@ def _forward_gathered(how: Blocks, visit: Visit, running: Running, kv: jax.Array
 
 def _backward_gathered(how: Blocks, visit: Visit, grads: Grads, kv: jax.Array) -> Grads:
     everywhere = lax.all_gather(kv, how.axis)
-    of_all = _zeros(everywhere, grads.kv.dtype)
+    of_all = jnp.zeros_like(everywhere, grads.kv.dtype)
     of_all = lax.dynamic_update_index_in_dim(of_all, grads.kv, how.owner(0), 0)
 
     def step(state: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -234,14 +254,17 @@ def _in_steps(how: Blocks, step: Callable[[Any, Index, Place], Any], state: Any)
 def _scores(
     how: Blocks, q: jax.Array, kv: jax.Array, segments: jax.Array | None, owner: Index, pair: Pair
 ) -> jax.Array:
-    """(B, K, G, l, l); -inf where a query does not see a key."""
+    """(B, K, G, c, l); -inf where a query does not see a key."""
     queries, keys = _part(q, pair.of_queries), _part(kv, pair.of_keys)[..., : q.shape[-1]]
-    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=sum_dtype(q))
+    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=_wide(q))
     if pair.is_diagonal:
-        scores = jnp.where(jnp.tri(q.shape[-2], dtype=bool), scores, -jnp.inf)
+        is_past = jnp.arange(scores.shape[-1]) <= pair.first + jnp.arange(scores.shape[-2])[:, None]
+        scores = jnp.where(is_past, scores, -jnp.inf)
     if segments is None:
         return scores
-    mine, theirs = _part(_part(segments, how.owner(0)), pair.of_queries), _part(_part(segments, owner), pair.of_keys)
+    own = _part(segments, how.owner(0)).swapaxes(0, 1).reshape(q.shape[1], q.shape[0], -1)  # (B, m, c)
+    mine = lax.dynamic_index_in_dim(own, pair.of_queries, 1, keepdims=False)
+    theirs = _part(_part(segments, owner), pair.of_keys)
     return jnp.where((mine[:, :, None] == theirs[:, None])[:, None, None], scores, -jnp.inf)
 
 
@@ -257,14 +280,13 @@ def _added(running: Running, scores: jax.Array, values: jax.Array, of_queries: I
 
 
 def _nothing(q: jax.Array, dim: int) -> Running:
-    """The running softmax before the first key."""
-    values = _zeros(q, sum_dtype(q), (*q.shape[:-1], dim))
+    values = jnp.repeat(jnp.zeros_like(q[..., :1], _wide(q)), dim, -1)
     return Running(values, values[..., 0], values[..., 0] - jnp.inf)
 
 
-def _zeros(x: jax.Array, dtype: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Zeros shaped like `x`, or of another shape, with a type that varies over the same axes."""
-    return collectives.vary(jnp.zeros(x.shape if shape is None else shape, dtype), tuple(collectives.varying(x)))
+def _wide(x: jax.Array) -> jnp.dtype:
+    """The dtype of sums: float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _part(x: jax.Array, index: Index) -> jax.Array:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.base.tree import check_alive, compiled, is_key, named_leaves, unambiguous_path
-from jaxshard.base.types import Tree
 from jaxshard.processes import agreement
 
 NUMBERS = (bool, int, float, complex)
@@ -59,7 +58,7 @@ class FlatTree(NamedTuple):
         return {path: x for path, x in self.leaves.items() if not isinstance(x, NUMBERS)}
 
 
-def flatten(tree: Tree, *, shapes: bool = False) -> FlatTree:
+def flatten(tree: Any, *, shapes: bool = False) -> FlatTree:
     """The leaves of a tree by path, each checked; NumPy arrays in the dtypes that JAX would give them.
 
     Args:

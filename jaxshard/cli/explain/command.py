@@ -23,7 +23,6 @@ from jaxshard.apps.config.checks import check
 from jaxshard.apps.config.config import Config
 from jaxshard.apps.config.devices import devices_of, simulate_cpus
 from jaxshard.apps.records.display import make_console
-from jaxshard.base.types import AnyMesh
 from jaxshard.cli.explain import tables as explain_tables
 from jaxshard.cli.explain.explanation import Explanation, OwnStep, Subject, explained, with_compiled, with_memory
 from jaxshard.cli.made import checked
@@ -141,9 +140,8 @@ def _of_config(what: str, given: Arguments) -> Subject:
     torus = machine.shape if machine.chip.platform == "tpu" else ()
     target = Target(machine.chip, machine.num_devices, machine.chip.memory_bytes, torus)
     candidate = own(given, target)
-    mesh: AnyMesh = candidate.mesh(target)
-    if not given.no_compile:
-        mesh = make_mesh(**candidate.sizes, devices=devices_of(machine), slice_axes=())
+    planned, sizes = candidate.mesh(target), candidate.sizes
+    mesh = planned if given.no_compile else make_mesh(**sizes, devices=devices_of(machine), slice_axes=())
     with blamed(what):
         return Subject.of(*building(given)(candidate, mesh))
 
