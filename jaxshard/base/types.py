@@ -79,8 +79,8 @@ def like(wanted: DType | None, dtype: DType) -> DType:
 
 
 def axes_in(entry: Entry) -> Names:
-    """The axes, and parts of axes, named by one entry of a PartitionSpec."""
-    if entry is None:
+    """The axes, and parts of axes, named by one entry of a PartitionSpec; none by `P.UNCONSTRAINED`."""
+    if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
@@ -190,10 +190,8 @@ def num_along(names: Iterable[str], sizes: AxisSizes) -> int:
 
 def split_axes(spec: P) -> frozenset[str]:
     """The axes whose parts a PartitionSpec names."""
-    entries = cast(Iterable[Any], filter(None, spec))
-    return frozenset(
-        axis_of(name) for entry in entries if entry is not P.UNCONSTRAINED for name in axes_in(entry) if is_part(name)
-    )
+    entries: Iterable[Any] = spec
+    return frozenset(axis_of(name) for entry in entries for name in axes_in(entry) if is_part(name))
 
 
 def over_axes(spec: P) -> P:
