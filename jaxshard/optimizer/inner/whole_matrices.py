@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from jaxshard.base.tree import by_shapes, named_leaves, owner_of
+from jaxshard.base.tree import by_shapes, named_leaves, owner_of, structure, unflatten
 from jaxshard.base.types import Equation, Tree, Var
 from jaxshard.optimizer.inner.update import fast, first_update
 from jaxshard.programs.dims import moved_dims
@@ -33,7 +33,7 @@ def batch_dims(inner: optax.GradientTransformation, params: Tree) -> list[tuple[
     owners = {names: (leaf.shape, place) for (names, leaf), place in zip(named, places, strict=True)}
     found = [(leaf.shape, owner_of(names, owners)) for names, leaf in named_leaves(traced.before)]
     of_state = [owner[1] if owner and owner[0] == shape else None for shape, owner in found]
-    of_grads = jax.tree.leaves(fast(jax.tree.unflatten(jax.tree.structure(params), places)))
+    of_grads = jax.tree.leaves(fast(unflatten(structure(params), places)))
     walk = _Matrices()
     walk.through(traced.jaxpr, [*of_grads, *of_state, *places])
     touched = {leaf for leaf, _ in walk.batched | walk.mixed}
