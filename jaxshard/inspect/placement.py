@@ -67,7 +67,7 @@ def _device_ids(leaves: list[tuple[str, Any]]) -> list[int]:
                 "needs a NamedSharding; place it on a mesh, or give a ShapeDtypeStruct with sharding="
             )
         meshes.append(sharding.mesh)
-        if _devices_of(sharding.mesh) != _devices_of(meshes[0]):
+        if sharding.mesh != meshes[0] and _devices_of(sharding.mesh) != _devices_of(meshes[0]):
             raise ValueError(
                 f"picture: {path} is on the mesh {sharding.mesh}, and {leaves[0][0]} on {meshes[0]}; draw them "
                 "separately"

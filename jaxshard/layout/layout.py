@@ -149,7 +149,7 @@ class Layout:
         params, state = (tuple(leaf.over_axes() for leaf in leaves) for leaves in (self.params, self.state))
         return dataclasses.replace(self, params=params, state=state)
 
-    @property
+    @functools.cached_property
     def split(self) -> frozenset[str]:
         """The axes whose parts cut some leaf at rest.
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard.base.tree import sum_dtype
+
 Index: TypeAlias = jax.Array | int
 
 
@@ -256,7 +258,7 @@ def _scores(
 ) -> jax.Array:
     """(B, K, G, c, l); -inf where a query does not see a key."""
     queries, keys = _part(q, pair.of_queries), _part(kv, pair.of_keys)[..., : q.shape[-1]]
-    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=_wide(q))
+    scores = how.scale * jnp.einsum("bkgqd,bksd->bkgqs", queries, keys, preferred_element_type=sum_dtype(q))
     if pair.is_diagonal:
         is_past = jnp.arange(scores.shape[-1]) <= pair.first + jnp.arange(scores.shape[-2])[:, None]
         scores = jnp.where(is_past, scores, -jnp.inf)
@@ -280,13 +282,8 @@ def _added(running: Running, scores: jax.Array, values: jax.Array, of_queries: I
 
 
 def _nothing(q: jax.Array, dim: int) -> Running:
-    values = jnp.repeat(jnp.zeros_like(q[..., :1], _wide(q)), dim, -1)
+    values = jnp.repeat(jnp.zeros_like(q[..., :1], sum_dtype(q)), dim, -1)
     return Running(values, values[..., 0], values[..., 0] - jnp.inf)
-
-
-def _wide(x: jax.Array) -> jnp.dtype:
-    """The dtype of sums: float32 at least."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _part(x: jax.Array, index: Index) -> jax.Array:
